@@ -1,0 +1,1 @@
+"""Sharding of diffusion transformers over ranks; knows nothing of ComfyUI."""
