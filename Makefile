@@ -1,0 +1,65 @@
+# make            what the targets are
+# make venv       .venv with torch, everything the tests need, and this package in editable mode
+# make test       every test; the browser tests need `make browser` and a Chromium
+#
+# Another build of torch, for a certain GPU:
+#   make venv TORCH=torch==2.9.1 TORCHVISION=torchvision==0.24.1 PIP_ARGS="--index-url URL"
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.14.1
+TORCHVISION ?= torchvision==0.29.1
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv browser lint format test demo bench soak clean
+
+help:
+	@echo "make venv | browser | lint | format | test | demo | bench | soak | clean"
+
+venv: $(STAMP)
+
+$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(TORCH) $(TORCHVISION)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+browser: tests/browser/node_modules/.installed
+
+tests/browser/node_modules/.installed: tests/browser/package-lock.json
+	cd tests/browser && npm ci --no-audit --no-fund
+	touch $@
+
+# A type checker does not follow the editable install's import hook, so it gets the package by a link.
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	mkdir -p .mypy_cache/path && ln -sfn ../.. .mypy_cache/path/comfy_tp
+	MYPYPATH=.mypy_cache/path $(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(BIN)/comfy-tp demo
+
+bench: $(STAMP)
+	$(BIN)/comfy-tp bench load
+	$(BIN)/comfy-tp bench forward
+
+soak: $(STAMP)
+	COMFY_TP_SOAK=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache tests/output tests/browser/node_modules
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
