@@ -1,1 +1,40 @@
-"""Sharding of diffusion transformers over ranks; knows nothing of ComfyUI."""
+"""Sharding of diffusion transformers over ranks. Knows nothing of ComfyUI.
+
+The public names are imported on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import TensorParallelConfig
+    from .loading import from_pretrained
+    from .parallelize import enable_parallelism
+    from .plan import PackedColwiseParallel, PackedRowwiseParallel
+    from .shard import ShardSpec
+
+_PUBLIC = {
+    "TensorParallelConfig": "config",
+    "ShardSpec": "shard",
+    "PackedColwiseParallel": "plan",
+    "PackedRowwiseParallel": "plan",
+    "enable_parallelism": "parallelize",
+    "from_pretrained": "loading",
+}
+
+__all__ = [
+    "PackedColwiseParallel",
+    "PackedRowwiseParallel",
+    "ShardSpec",
+    "TensorParallelConfig",
+    "enable_parallelism",
+    "from_pretrained",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

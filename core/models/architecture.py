@@ -1,0 +1,96 @@
+"""`Architecture`: what the core must know of one model class, and the table of those it knows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, UnsupportedError
+from ..ranks import Ranks
+
+# Architecture name -> the class that diffusers calls it by. One file beside this one per name, holding ARCHITECTURE.
+ARCHITECTURES: dict[str, str] = {
+    "flux2": "Flux2Transformer2DModel",
+}
+
+
+def _nothing(model: nn.Module, ranks: Ranks) -> None:
+    """Bind nothing: the model's own forward runs on its local shards as it is."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One shardable model class.
+
+    `plan` maps module-name patterns to styles. `layouts` are the file layouts that its weights come in, besides
+    diffusers' own. `bind(model, ranks)` puts our forwards onto a freshly sharded model; `merged` is how many
+    all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call.
+    """
+
+    name: str
+    model_class: str
+    plan: Mapping[str, Any] | None = None
+    heads_key: str = "num_attention_heads"
+    layouts: tuple[Any, ...] = ()
+    bind: Callable[[nn.Module, Ranks], None] = _nothing
+    merged: Callable[[nn.Module], int] = field(default=lambda model: 0)
+    predict: Callable[..., torch.Tensor] | None = None
+    minimum_diffusers: str = "0.36.0"
+
+    def plan_of(self, model: nn.Module) -> Mapping[str, Any]:
+        """Our plan where there is one, else the class's own `_tp_plan`."""
+        plan = self.plan if self.plan is not None else getattr(type(model), "_tp_plan", None)
+        if not plan:
+            raise no_plan(type(model).__name__)
+        return plan
+
+    def heads(self, config: Mapping[str, Any]) -> int | None:
+        """The number of attention heads in the model's `config`, which the degree must divide (R3)."""
+        return config.get(self.heads_key) if config else None
+
+    def load_class(self) -> type:
+        """The diffusers model class. Raises `UnsupportedError` when the installed diffusers lacks it."""
+        import diffusers
+
+        found = getattr(diffusers, self.model_class, None)
+        if found is None:
+            raise UnsupportedError(
+                f"{self.model_class} needs diffusers {self.minimum_diffusers} or newer; {diffusers.__version__} is "
+                f"installed."
+            )
+        return found
+
+
+def architecture_named(name: str) -> Architecture:
+    """The architecture of that `name` in `ARCHITECTURES`."""
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(f"Unknown architecture '{name}'. Known: {', '.join(ARCHITECTURES)}.")
+    return importlib.import_module(f".{name}", __package__).ARCHITECTURE
+
+
+def architecture_of(model_class: type) -> Architecture:
+    """The architecture of a model class, ours by name (base classes too) or one made from its own `_tp_plan`.
+
+    Raises `PlanError` for a class without a plan (R4).
+    """
+    by_class = {class_name: name for name, class_name in ARCHITECTURES.items()}
+    for base in model_class.__mro__:
+        if base.__name__ in by_class:
+            return architecture_named(by_class[base.__name__])
+    if getattr(model_class, "_tp_plan", None):
+        return Architecture(name=model_class.__name__, model_class=model_class.__name__)
+    raise no_plan(model_class.__name__)
+
+
+def no_plan(name: str) -> PlanError:
+    """The refusal of a model class without a plan."""
+    known = ", ".join(sorted(ARCHITECTURES.values()))
+    return PlanError(
+        f"'{name}' has no tensor-parallel plan: its class defines no `_tp_plan`. Models that have one: {known}. "
+        f"`comfy-tp plan {name}` proposes a plan for another model."
+    )

@@ -1,0 +1,149 @@
+"""`ShardSpec`: how one tensor is laid out across the ranks. Reading, sharding, gathering, LoRA and checks use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import PlanError
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The layout of one tensor of full `shape` across `degree` ranks.
+
+    `dim` is the dimension that is split, or None for a tensor that every rank holds whole (replicated).
+    `blocks` are the absolute sizes of the packed blocks along `dim`; they sum to `shape[dim]`, and each block
+    is split among the ranks on its own, so that rank r holds slice r of every block, in block order.
+    A plain col- or row-wise weight has one block.
+
+    Source: the packed styles of the diffusers tensor-parallelism page (requirements R24-R32).
+    """
+
+    shape: tuple[int, ...]
+    degree: int
+    dim: int | None = None
+    blocks: tuple[int, ...] = ()
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], degree: int) -> ShardSpec:
+        """A tensor of `shape` that every one of `degree` ranks holds whole."""
+        return cls(tuple(shape), degree)
+
+    @classmethod
+    def split(
+        cls,
+        shape: Sequence[int],
+        degree: int,
+        dim: int,
+        blocks: Sequence[int] | None = None,
+        *,
+        name: str = "tensor",
+    ) -> ShardSpec:
+        """A tensor of `shape` split along `dim`, each of the absolute `blocks` on its own.
+
+        Raises `PlanError`, naming `name`, when the blocks do not sum to the dimension or one of them is not
+        divisible by `degree` (R32: each block on its own, not only their sum).
+        """
+        shape = tuple(shape)
+        blocks = tuple(blocks) if blocks else (shape[dim],)
+        if sum(blocks) != shape[dim]:
+            raise PlanError(
+                f"'{name}': packed blocks {list(blocks)} sum to {sum(blocks)}, but dimension {dim} of its shape "
+                f"{list(shape)} is {shape[dim]}. Give blocks that cover the dimension exactly."
+            )
+        for block in blocks:
+            if block % degree:
+                raise PlanError(
+                    f"Cannot shard '{name}' across {degree} ranks: its block of size {block} along dimension {dim} "
+                    f"(of blocks {list(blocks)}) is not divisible by {degree}. Choose a degree that divides every "
+                    f"block."
+                )
+        return cls(shape, degree, dim, blocks)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True when every rank holds the whole tensor."""
+        return self.dim is None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's part; the same on every rank."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.degree, *self.shape[self.dim + 1 :])
+
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Half-open index ranges [start, stop) along `dim` that `rank` holds, in local order.
+
+        A replicated tensor has one range over its first dimension (or (0, 1) when it is a scalar).
+        """
+        if not 0 <= rank < self.degree:
+            raise PlanError(f"Rank {rank} does not exist in a group of {self.degree}.")
+        if self.dim is None:
+            return ((0, self.shape[0] if self.shape else 1),)
+        ranges = []
+        offset = 0
+        for block in self.blocks:
+            size = block // self.degree
+            ranges.append((offset + rank * size, offset + (rank + 1) * size))
+            offset += block
+        return tuple(ranges)
+
+    def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of the full `tensor` that `rank` holds, contiguous and in storage of its own.
+
+        A replicated tensor is returned as it is.
+        """
+        if tuple(tensor.shape) != self.shape:
+            raise PlanError(
+                f"Expected the full tensor of shape {list(self.shape)}, got {list(tensor.shape)}."
+            )
+        if self.dim is None:
+            return tensor
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
+        if len(parts) == 1:
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, dim=self.dim)
+
+    def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The full tensor from the parts of all ranks in rank order; inverse of `shard`."""
+        if len(shards) != self.degree:
+            raise PlanError(f"Expected the parts of {self.degree} ranks, got {len(shards)}.")
+        for rank, part in enumerate(shards):
+            if tuple(part.shape) != self.local_shape:
+                raise PlanError(
+                    f"Rank {rank} holds a part of shape {list(part.shape)}, expected {list(self.local_shape)}."
+                )
+        if self.dim is None:
+            return shards[0]
+        full = torch.empty(self.shape, dtype=shards[0].dtype, device=shards[0].device)
+        for rank, part in enumerate(shards):
+            taken = 0
+            for start, stop in self.ranges(rank):
+                full.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, taken, stop - start))
+                taken += stop - start
+        return full
+
+    def slice_of(self, start: int, stop: int, dim: int) -> ShardSpec:
+        """The layout of the sub-tensor [start, stop) along `dim`, which must not cut through a packed block.
+
+        Serves fused weights: the q rows of a fused qkv, or one half of a LoRA's offset patch.
+        """
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        if self.dim is None or self.dim != dim:
+            return ShardSpec(shape, self.degree, self.dim, self.blocks)
+        offset = 0
+        kept = []
+        for block in self.blocks:
+            if start <= offset and offset + block <= stop:
+                kept.append(block)
+            elif offset < stop and start < offset + block:
+                raise PlanError(
+                    f"Rows [{start}, {stop}) cut through a packed block [{offset}, {offset + block}) that is split "
+                    f"as a whole; only whole blocks can be addressed."
+                )
+            offset += block
+        return ShardSpec(shape, self.degree, dim, tuple(kept))
