@@ -1,0 +1,231 @@
+"""`RemoteModel`: a sharded model that lives on a resident rank group, as its client sees it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .group.client import RankGroup
+
+KEPT_TENSORS = 32  # conditionings and references that the ranks keep per model; the least recently used goes first
+
+Poll = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the ranks report of a loaded model. Sizes in bytes, one entry per rank; times in seconds."""
+
+    architecture: str
+    config: dict[str, Any]
+    layout: str
+    dtype: str
+    parameters: int
+    degree: int
+    devices: list[str]
+    resident_bytes: list[int]
+    bytes_read: list[int]
+    load_seconds: float
+    all_reduces: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes read by all ranks over the load time, in 1e9 bytes a second."""
+        return sum(self.bytes_read) / max(self.load_seconds, 1e-9) / 1e9
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """One side of the guidance for `RemoteModel.sample`: keys from `keep`, and what goes with them."""
+
+    context: int
+    guidance: float | None = None
+    references: Sequence[int] = ()
+    reference_method: str = "index"
+    pooled: int | None = None
+
+    def header(self) -> dict[str, Any]:
+        """The JSON form that crosses the channel."""
+        return {
+            "context": self.context,
+            "guidance": self.guidance,
+            "references": list(self.references),
+            "reference_method": self.reference_method,
+            "pooled": self.pooled,
+        }
+
+
+class RemoteModel:
+    """A model loaded in shards on `group`. All tensors given and returned are on the CPU.
+
+    Errors of the ranks arrive as the `TPError` subclasses that they raised; a dead or hung rank as `RankError`.
+    `poll` is called every 50 ms while waiting; whatever it raises cancels the command and propagates.
+    """
+
+    _ids = itertools.count(1)
+
+    def __init__(self, group: RankGroup, model_id: str, info: ModelInfo):
+        self.group = group
+        self.model_id = model_id
+        self.info = info
+        self.last_step_seconds: float | None = None
+        self.patches_key: Any = None
+        self._keys = itertools.count(1)
+        self._kept: OrderedDict[int, Callable[[], torch.Tensor | None]] = OrderedDict()
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        group: RankGroup,
+        source: str,
+        *,
+        subfolder: str | None = None,
+        dtype: str = "default",
+        architecture: str | None = None,
+        on_progress: Callable[[int, int, float], None] | None = None,
+        poll: Poll | None = None,
+    ) -> RemoteModel:
+        """Load the model folder, single file or hub id `source` in shards.
+
+        `dtype`: "default" (as stored), "float32", "bfloat16", "float16", "float8_e4m3fn". `on_progress(bytes_done,
+        bytes_total, gb_per_second)` runs in this thread. Raises `CheckpointError`, `PlanError`, `ConfigError`.
+        """
+        model_id = f"m{next(cls._ids)}"
+
+        def event(header: dict[str, Any], _tensors: list[torch.Tensor]) -> None:
+            if on_progress is not None and header.get("event") == "progress":
+                on_progress(header["done"], header["total"], header["gb_per_second"])
+
+        header = {
+            "model": model_id,
+            "source": str(source),
+            "subfolder": subfolder,
+            "dtype": dtype,
+            "architecture": architecture,
+        }
+        reply = group.request("load", header, on_event=event, poll=poll)
+        return cls(group, model_id, ModelInfo(**reply.header["info"]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ranks still hold the model."""
+        return self.group.alive and not self._closed
+
+    def keep(self, tensor: torch.Tensor, *, poll: Poll | None = None) -> int:
+        """Send `tensor` to the ranks once and return its key; the same tensor object is not sent again.
+
+        Used for conditionings [1, L, D] and reference latents, which do not change during a run.
+        """
+        for key, owner in self._kept.items():
+            if owner() is tensor:
+                self._kept.move_to_end(key)
+                return key
+        forget = []
+        while len(self._kept) >= KEPT_TENSORS:
+            forget.append(self._kept.popitem(last=False)[0])
+        key = next(self._keys)
+        header = {"model": self.model_id, "key": key, "forget": forget}
+        self.group.request("keep", header, [tensor.detach().cpu().contiguous()], poll=poll)
+        self._kept[key] = weakref.ref(tensor)
+        return key
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        contexts: Sequence[int],
+        *,
+        guidance: torch.Tensor | None = None,
+        references: Sequence[torch.Tensor] = (),
+        reference_method: str = "index",
+        pooled: torch.Tensor | None = None,
+        options: Mapping[str, Any] | None = None,
+        poll: Poll | None = None,
+    ) -> torch.Tensor:
+        """One model call: velocity [B, C, h, w] float32 for `x` [B, C, h, w] at `timestep` [B].
+
+        `contexts` are keys from `keep`, each for an equal share of the batch, in batch order. `guidance` [B],
+        `references` latents [1 or B, C, h_k, w_k], `pooled` [B, D] for models that take one.
+        """
+        tensors = [x, timestep]
+        header: dict[str, Any] = {
+            "model": self.model_id,
+            "contexts": list(contexts),
+            "references": len(references),
+            "reference_method": reference_method,
+            "guidance": guidance is not None,
+            "pooled": pooled is not None,
+            "options": dict(options or {}),
+        }
+        tensors += [guidance] if guidance is not None else []
+        tensors += [pooled] if pooled is not None else []
+        tensors += list(references)
+        start = time.perf_counter()
+        reply = self.group.request("forward", header, [t.detach().cpu().contiguous() for t in tensors], poll=poll)
+        self.last_step_seconds = time.perf_counter() - start
+        return reply.tensors[0]
+
+    def sample(
+        self,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        *,
+        sampler: str,
+        positive: Conditioning,
+        negative: Conditioning | None = None,
+        cfg: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        on_step: Callable[[int, int, torch.Tensor | None], None] | None = None,
+        preview: bool = True,
+        poll: Poll | None = None,
+    ) -> torch.Tensor:
+        """The whole denoising loop on the ranks: latent [B, C, h, w] float32 after the last sigma.
+
+        `x` is the noised start latent [B, C, h, w], `sigmas` [S + 1] descending. `on_step(step, steps, x0)` runs in
+        this thread after each step, with the denoised estimate when `preview`. `negative` is used when `cfg` != 1.
+        Raises `UnsupportedError` for a sampler the ranks do not run themselves.
+        """
+
+        def event(header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+            if header.get("event") != "step":
+                return
+            self.last_step_seconds = header.get("seconds", self.last_step_seconds)
+            if on_step is not None:
+                on_step(header["step"], header["steps"], tensors[0] if tensors else None)
+
+        header = {
+            "model": self.model_id,
+            "sampler": sampler,
+            "positive": positive.header(),
+            "negative": negative.header() if negative is not None else None,
+            "cfg": cfg,
+            "options": dict(options or {}),
+            "preview": preview,
+        }
+        tensors = [x.detach().float().cpu().contiguous(), sigmas.detach().float().cpu().contiguous()]
+        return self.group.request("sample", header, tensors, on_event=event, poll=poll).tensors[0]
+
+    def patch(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor], *, poll: Poll | None = None) -> dict:
+        """Replace the LoRA patches on the shards (see `core.lora`); returns the ranks' report."""
+        return self.group.request("patch", {"model": self.model_id, **header}, tensors, poll=poll).header
+
+    def park(self, *, poll: Poll | None = None) -> int:
+        """Move the shards to host memory; returns the device bytes freed over all ranks. `forward` brings them back."""
+        return self.group.request("park", {"model": self.model_id}, poll=poll).header["freed"]
+
+    def unload(self) -> int:
+        """Free the shards on every rank; returns the bytes freed. Harmless when already unloaded or the group is gone."""
+        if self._closed or not self.group.alive:
+            self._closed = True
+            return 0
+        self._closed = True
+        return self.group.request("unload", {"model": self.model_id}).header["freed"]
