@@ -1,0 +1,99 @@
+"""Fixtures that every test may use, and the check that the run leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser_session import Browser, what_is_missing
+from comfy_tp.core.cli.comfyui import ComfyServer
+
+TESTS = Path(__file__).parent
+RUN_VARIABLE = "COMFY_TP_TEST_RUN"
+GRACE_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def comfy() -> Iterator[ComfyServer]:
+    """One real ComfyUI for the whole run, with this pack and every pack of tests/custom_nodes/ linked in.
+
+    Tests that end ComfyUI or change how it starts make a ComfyServer of their own.
+    """
+    with ComfyServer(custom_nodes=test_packs()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def browser(comfy: ComfyServer) -> Browser:
+    """ComfyUI's own frontend in headless Chromium, on the session's ComfyUI."""
+    missing = what_is_missing()
+    if missing:
+        pytest.skip(f"no browser tests: {missing}")
+    return Browser(comfy, TESTS / "output")
+
+
+def test_packs() -> dict[str, Path]:
+    """The test-only node packs, as ComfyServer takes them."""
+    return {
+        f"comfy-tp-test-{path.parent.name}": path.parent for path in TESTS.glob("custom_nodes/*/__init__.py")
+    }
+
+
+test_packs.__test__ = False  # type: ignore[attr-defined]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Inherited by every process that the run starts, however deep, in whatever session or group.
+    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of_this_run()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    session.config.stash[LEFT_BEHIND] = left
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    left = config.stash.get(LEFT_BEHIND, {})
+    if left:
+        terminalreporter.section("processes left behind", red=True)
+        for pid, command in left.items():
+            terminalreporter.line(f"{pid}: {command}")
+
+
+LEFT_BEHIND = pytest.StashKey[dict[int, str]]()
+
+# Children of the test process itself that Python and torch keep until it exits.
+KEPT_UNTIL_EXIT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
+
+
+def processes_of_this_run() -> dict[int, str]:
+    """Every living process that inherited this run's mark, except this one: pid -> command line."""
+    mark = f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if mark not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if not any(word in command for word in KEPT_UNTIL_EXIT):
+            found[int(folder.name)] = command
+    return found
