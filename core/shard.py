@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from .errors import PlanError
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where a rank's elements lie in the full row-major tensor: the same stretches in each of `rows` rows.
+
+    Row i begins at element i * `pitch`; each stretch is (offset in the row, length), in elements. Taken row by row
+    and in order, the stretches are the rank's part, contiguous.
+    """
+
+    rows: int
+    pitch: int
+    stretches: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> int:
+        """Elements that the rank holds of one row."""
+        return sum(length for _, length in self.stretches)
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,14 @@ class ShardSpec:
             ranges.append((offset + rank * size, offset + (rank + 1) * size))
             offset += block
         return tuple(ranges)
+
+    def runs(self, rank: int) -> Runs:
+        """The stretches of the full tensor, laid out row-major as in a file, that `rank` holds."""
+        if self.dim is None:
+            return Runs(1, prod(self.shape), ((0, prod(self.shape)),))
+        inner = prod(self.shape[self.dim + 1 :])
+        stretches = tuple((start * inner, (stop - start) * inner) for start, stop in self.ranges(rank))
+        return Runs(prod(self.shape[: self.dim]), self.shape[self.dim] * inner, stretches)
 
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of the full `tensor` that `rank` holds, contiguous and in storage of its own.

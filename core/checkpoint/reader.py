@@ -1,0 +1,535 @@
+"""Reads one rank's shards from a checkpoint by positioned reads of exactly the bytes it needs.
+
+Where the bytes lie follows from `ShardSpec.runs` and the file layout's pieces. On the CPU they are read straight into
+the final tensors; for another device or dtype they pass through a small ring of staging buffers. Replicated tensors
+are read by one rank each and broadcast, so the ranks together read the file once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from ..errors import CheckpointError, PlanError
+from ..shard import ShardSpec
+from .broadcast import agree, broadcast_tensors, owners
+from .files import Checkpoint
+from .header import TensorEntry
+from .layout import Piece
+from .memory import Staging, allocate, byte_view
+
+# Bytes per read call and per staging buffer: large enough that a call costs nothing beside its copy, small enough
+# that a cancel takes effect at once and the staging ring stays small.
+CHUNK = 8 << 20
+# Reads that lie at most this far apart become one call, as long as what is read in vain stays below 1/1000.
+GAP = 4096
+OVER_READ = 1000
+VECTORS = 256
+PROGRESS_SECONDS = 0.05
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rank wants of one parameter: its layout over the ranks, the file rows that make it up, its dtype.
+
+    `dtype` None keeps the stored dtype.
+    """
+
+    spec: ShardSpec
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What reading cost this rank. Bytes are as counted from the read calls; seconds are wall time."""
+
+    bytes_read: int
+    bytes_kept: int
+    bytes_broadcast: int
+    calls: int
+    threads: int
+    seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes kept by this rank (10^9) per second."""
+        return self.bytes_kept / 1e9 / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Bytes of one file tensor that fill a contiguous range of one parameter's local tensor.
+
+    `rows` rows of the file, `pitch` bytes apart from byte `offset` on; of each the `runs` (offset in the row, length).
+    `start` is where they go, in bytes of the local tensor in the stored dtype.
+    """
+
+    parameter: str
+    tensor: str
+    path: str
+    offset: int
+    rows: int
+    pitch: int
+    runs: tuple[tuple[int, int], ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(length for _, length in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def begin(self) -> int:
+        """The file offset of the first byte."""
+        return self.offset + self.runs[0][0]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the bytes are one stretch of the file."""
+        return self.rows == 1 and len(self.runs) == 1
+
+    @property
+    def end(self) -> int:
+        """The file offset after the last byte."""
+        offset, length = self.runs[-1]
+        return self.offset + (self.rows - 1) * self.pitch + offset + length
+
+
+def read_shards(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Wanted],
+    *,
+    rank: int,
+    degree: int,
+    group: torch.distributed.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], None] | None = None,
+    threads: int | None = None,
+) -> tuple[dict[str, torch.Tensor], ReadReport]:
+    """Read what `rank` of `degree` holds of each wanted parameter, on `device`.
+
+    With a `group` every rank of it calls this with the same `wanted`, and each replicated tensor is read by one of
+    them and broadcast; without one every rank reads them all. `progress(done, total)` gets this rank's bytes, at most
+    20 times a second; `cancelled()` is called between chunks and may raise. When one rank fails, the others raise
+    too, instead of waiting for it.
+    Raises `CheckpointError` for a file that is shorter than its header says or that changed since it was opened.
+    """
+    begin = time.perf_counter()
+    device = torch.device(device)
+    threads = threads or default_threads(degree)
+    alone = group is None or degree == 1
+    owner = {} if alone else owners(wanted, checkpoint, degree)
+    tensors: dict[str, torch.Tensor] = {}
+    failure: BaseException | None = None
+    counts = _Counts()
+    # The caller may sample under inference_mode; weights are ordinary tensors, so that other threads may write them.
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            for name, want in wanted.items():
+                _check_wanted(checkpoint, name, want, degree)
+            fills = [
+                fill
+                for name, want in wanted.items()
+                if owner.get(name, rank) == rank
+                for fill in fills_of(checkpoint, name, want, rank)
+            ]
+            for name, want in wanted.items():
+                dtype = want.dtype or checkpoint.entries[want.pieces[0].tensor].torch_dtype
+                tensors[name] = allocate(want.spec.local_shape, dtype, device)
+            _read_all(checkpoint, fills, tensors, device, threads, counts, progress, cancelled)
+        except BaseException as error:
+            failure = error
+            tensors.clear()
+        if not alone:
+            failed = agree(group, degree, rank, failure is not None, device)
+            if failure is None and failed:
+                raise CheckpointError(
+                    f"Rank {', '.join(map(str, failed))} could not read its part of {checkpoint.path}; its own error "
+                    f"says why. Nothing was loaded."
+                )
+        if failure is not None:
+            raise failure
+        sent = 0 if alone else broadcast_tensors(tensors, owner, group, rank)
+    kept = sum(tensor.nbytes for tensor in tensors.values())
+    seconds = time.perf_counter() - begin
+    return tensors, ReadReport(counts.read, kept, sent, counts.calls, threads, seconds)
+
+
+def default_threads(degree: int) -> int:
+    """Reader threads of one rank when `degree` ranks share this machine's cores: at most 4, at least 1."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // degree))
+
+
+def fills_of(checkpoint: Checkpoint, name: str, want: Wanted, rank: int) -> Iterator[Fill]:
+    """The byte ranges of the checkpoint that make up `rank`'s part of parameter `name`, in local order per piece."""
+    runs = want.spec.runs(rank)
+    first = 0
+    for piece in want.pieces:
+        entry = checkpoint.entries[piece.tensor]
+        size = entry.torch_dtype.itemsize
+        skipped, elements = _extent(entry, piece)
+        base = entry.start + skipped * size
+        if runs.rows == 1:
+            local = 0
+            for offset, length in runs.stretches:
+                begin = max(offset, first)
+                count = min(offset + length, first + elements) - begin
+                if count > 0:
+                    yield Fill(
+                        name,
+                        entry.name,
+                        entry.path,
+                        base + (begin - first) * size,
+                        1,
+                        0,
+                        ((0, count * size),),
+                        (local + begin - offset) * size,
+                    )
+                local += length
+        elif elements:
+            yield Fill(
+                name,
+                entry.name,
+                entry.path,
+                base,
+                elements // runs.pitch,
+                runs.pitch * size,
+                tuple((offset * size, length * size) for offset, length in runs.stretches),
+                first // runs.pitch * runs.length * size,
+            )
+        first += elements
+
+
+def _extent(entry: TensorEntry, piece: Piece) -> tuple[int, int]:
+    """Elements of the file tensor before the piece, and in it."""
+    if piece.start is None or piece.stop is None:
+        return 0, prod(entry.shape)
+    row = prod(entry.shape[1:])
+    return piece.start * row, (piece.stop - piece.start) * row
+
+
+def _check_wanted(checkpoint: Checkpoint, name: str, want: Wanted, degree: int) -> None:
+    if want.spec.degree != degree:
+        raise PlanError(f"'{name}' is laid out for {want.spec.degree} ranks, but {degree} are reading.")
+    held = 0
+    dtypes = set()
+    for piece in want.pieces:
+        entry = checkpoint.entries.get(piece.tensor)
+        if entry is None:
+            raise CheckpointError(f"{checkpoint.path} has no tensor '{piece.tensor}', which '{name}' needs.")
+        if piece.start is not None and piece.stop is not None:
+            rows = entry.shape[0] if entry.shape else 0
+            if not 0 <= piece.start <= piece.stop <= rows:
+                raise CheckpointError(
+                    f"{entry.path}: tensor '{entry.name}' has {rows} rows, but '{name}' needs rows [{piece.start}, "
+                    f"{piece.stop}). The file does not belong to this model."
+                )
+        held += _extent(entry, piece)[1]
+        dtypes.add(entry.torch_dtype)
+    if held != prod(want.spec.shape) or len(dtypes) != 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: '{name}' of shape {list(want.spec.shape)} needs {prod(want.spec.shape)} elements of "
+            f"one dtype, but its tensors hold {held} of {len(dtypes)} dtypes. The file does not belong to this model."
+        )
+
+
+def _batches(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
+    """Fills in file order, cut into chunks; small neighbours share one read call."""
+    batch: list[Fill] = []
+    wasted = total = 0
+    for fill in sorted(
+        (chunk for fill in fills for chunk in _chunks(fill)), key=lambda fill: (fill.path, fill.begin)
+    ):
+        total += fill.nbytes
+        if batch:
+            gap = fill.begin - batch[-1].end
+            joins = (
+                fill.is_contiguous
+                and batch[-1].is_contiguous
+                and fill.path == batch[-1].path
+                and 0 <= gap <= GAP
+                and (wasted + gap) * OVER_READ <= total
+                and fill.end - batch[0].begin <= CHUNK
+                and len(batch) < VECTORS
+            )
+            if joins:
+                wasted += gap
+                batch.append(fill)
+                continue
+            yield tuple(batch)
+        batch = [fill]
+    if batch:
+        yield tuple(batch)
+
+
+def _chunks(fill: Fill) -> Iterator[Fill]:
+    """`fill` in parts of at most CHUNK bytes (at least one row of a strided one)."""
+    if fill.is_contiguous:
+        offset, length = fill.runs[0]
+        for begin in range(0, length, CHUNK):
+            size = min(CHUNK, length - begin)
+            start = fill.start + begin
+            yield replace(fill, offset=fill.offset + offset + begin, runs=((0, size),), start=start)
+        return
+    rows = max(1, CHUNK // fill.row_bytes)
+    for row in range(0, fill.rows, rows):
+        yield replace(
+            fill,
+            offset=fill.offset + row * fill.pitch,
+            rows=min(rows, fill.rows - row),
+            start=fill.start + row * fill.row_bytes,
+        )
+
+
+class _Counts:
+    """Bytes and calls of all threads of one read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def add(self, read: int, calls: int) -> None:
+        with self._lock:
+            self.read += read
+            self.calls += calls
+
+
+def _read_all(
+    checkpoint: Checkpoint,
+    fills: Sequence[Fill],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    threads: int,
+    counts: _Counts,
+    progress: Callable[[int, int], None] | None,
+    cancelled: Callable[[], None] | None,
+) -> None:
+    total = sum(fill.nbytes for fill in fills)
+    done = 0
+    reported = 0.0
+    descriptors = _open_files(checkpoint, {fill.path for fill in fills})
+    reader = _Reader(checkpoint, tensors, descriptors, device, threads, counts)
+
+    def advance(batch_bytes: int) -> None:
+        nonlocal done, reported
+        done += batch_bytes
+        now = time.perf_counter()
+        if progress is not None and (now - reported >= PROGRESS_SECONDS or done == total):
+            reported = now
+            progress(done, total)
+        if cancelled is not None:
+            cancelled()
+
+    try:
+        if progress is not None:
+            progress(0, total)
+        if cancelled is not None:
+            cancelled()
+        batches = _batches(fills)
+        if threads == 1:
+            for batch in batches:
+                advance(reader.read(batch))
+        else:
+            _in_threads(reader, batches, threads, advance, cancelled)
+        reader.finish()
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def _in_threads(
+    reader: _Reader,
+    batches: Iterator[tuple[Fill, ...]],
+    threads: int,
+    advance: Callable[[int], None],
+    cancelled: Callable[[], None] | None,
+) -> None:
+    """Keep `threads` reads going, two waiting; this thread alone reports progress and asks for a cancel."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="comfy-tp-read")
+    running: set[Future[int]] = set()
+    try:
+        for batch in batches:
+            running.add(pool.submit(reader.read, batch))
+            while len(running) >= threads + 2:
+                running = _collect(running, advance, cancelled)
+        while running:
+            running = _collect(running, advance, cancelled)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(
+    running: set[Future[int]], advance: Callable[[int], None], cancelled: Callable[[], None] | None
+) -> set[Future[int]]:
+    finished, running = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+    if not finished and cancelled is not None:
+        cancelled()
+    for future in finished:
+        advance(future.result(timeout=0))
+    return running
+
+
+def _open_files(checkpoint: Checkpoint, paths: set[str]) -> dict[str, int]:
+    """Descriptors of the files, each as large and as old as when its header was read."""
+    headers = {header.path: header for header in checkpoint.headers}
+    descriptors: dict[str, int] = {}
+    try:
+        for path in sorted(paths):
+            descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            status = os.fstat(descriptors[path])
+            if (status.st_size, status.st_mtime_ns) != (headers[path].size, headers[path].mtime_ns):
+                raise CheckpointError(
+                    f"{path}: the file changed since its header was read ({headers[path].size} bytes then, "
+                    f"{status.st_size} now). Wait until it is written completely, then load again."
+                )
+    except OSError as error:
+        _close(descriptors)
+        raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror}).") from None
+    except BaseException:
+        _close(descriptors)
+        raise
+    return descriptors
+
+
+def _close(descriptors: Mapping[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+class _Reader:
+    """Reads batches into the final tensors, directly or through staging buffers. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, torch.Tensor],
+        descriptors: Mapping[str, int],
+        device: torch.device,
+        threads: int,
+        counts: _Counts,
+    ) -> None:
+        self._entries = checkpoint.entries
+        self._tensors = tensors
+        self._descriptors = descriptors
+        self._counts = counts
+        self._direct = {
+            name: byte_view(tensor) for name, tensor in tensors.items() if tensor.device.type == "cpu"
+        }
+        self._device = device
+        self._threads = threads
+        self._staging: Staging | None = None
+        self._lock = threading.Lock()
+        self._scratch = memoryview(bytearray(GAP))
+
+    def read(self, batch: tuple[Fill, ...]) -> int:
+        """Read one batch; returns its bytes."""
+        if all(self._goes_direct(fill) for fill in batch):
+            views = [self._direct[fill.parameter][fill.start : fill.start + fill.nbytes] for fill in batch]
+            self._fill(batch, views)
+        else:
+            self._read_staged(batch)
+        return sum(fill.nbytes for fill in batch)
+
+    def finish(self) -> None:
+        """Wait until everything that was read has reached the device."""
+        if self._staging is not None:
+            self._staging.finish()
+
+    def _goes_direct(self, fill: Fill) -> bool:
+        return (
+            fill.parameter in self._direct
+            and self._tensors[fill.parameter].dtype == self._entries[fill.tensor].torch_dtype
+        )
+
+    def _read_staged(self, batch: tuple[Fill, ...]) -> None:
+        with self._lock:
+            if self._staging is None:
+                self._staging = Staging(self._device, CHUNK, self._threads)
+        for fill in batch:
+            for part in _chunks(fill):
+                with self._staging.buffer(part.nbytes) as buffer:
+                    self._fill((part,), [buffer.view[: part.nbytes]])
+                    dtype = self._entries[part.tensor].torch_dtype
+                    flat = self._tensors[part.parameter].reshape(-1)
+                    begin = part.start // dtype.itemsize
+                    buffer.send(flat[begin : begin + part.nbytes // dtype.itemsize], dtype)
+
+    def _fill(self, batch: tuple[Fill, ...], views: list[memoryview]) -> None:
+        first = batch[0]
+        descriptor = self._descriptors[first.path]
+        try:
+            if first.is_contiguous:
+                self._fill_joined(descriptor, batch, views)
+            else:
+                self._fill_strided(descriptor, first, views[0])
+        except OSError as error:
+            raise CheckpointError(
+                f"{first.path}: tensor '{first.tensor}' cannot be read ({error.strerror}). Check the disk, or download "
+                f"the file again."
+            ) from None
+
+    def _fill_joined(self, descriptor: int, batch: tuple[Fill, ...], views: list[memoryview]) -> None:
+        vectors: list[memoryview] = []
+        begin = position = batch[0].begin
+        for fill, view in zip(batch, views, strict=True):
+            if fill.begin > position:
+                vectors.append(self._scratch[: fill.begin - position])
+            vectors.append(view)
+            position = fill.end
+        wanted = position - begin
+        read = calls = 0
+        while read < wanted:
+            count = os.preadv(descriptor, vectors, begin + read)
+            calls += 1
+            if count == 0:
+                raise _short_read(next(fill for fill in batch if fill.end > begin + read))
+            read += count
+            if read < wanted:
+                vectors = _after(vectors, count)
+        self._counts.add(read, calls)
+
+    def _fill_strided(self, descriptor: int, fill: Fill, view: memoryview) -> None:
+        """One call per stretch: a vectored read can scatter in memory, but not skip in the file."""
+        preadv = os.preadv
+        position = 0
+        for base in range(fill.offset, fill.offset + fill.rows * fill.pitch, fill.pitch):
+            for offset, length in fill.runs:
+                end = position + length
+                count = preadv(descriptor, (view[position:end],), base + offset)
+                while count < length:
+                    more = preadv(descriptor, (view[position + count : end],), base + offset + count)
+                    if more == 0:
+                        raise _short_read(fill)
+                    count += more
+                position = end
+        self._counts.add(position, fill.rows * len(fill.runs))
+
+
+def _after(vectors: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of `vectors` once `count` bytes of them are filled."""
+    for index, vector in enumerate(vectors):
+        if count < len(vector):
+            return [vector[count:], *vectors[index + 1 :]]
+        count -= len(vector)
+    return []
+
+
+def _short_read(fill: Fill) -> CheckpointError:
+    return CheckpointError(
+        f"{fill.path}: tensor '{fill.tensor}' ended before all its bytes were read; the file became shorter while it "
+        f"was being read. Check the disk, and download the file again."
+    )
