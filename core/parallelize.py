@@ -99,7 +99,7 @@ def check_model_state(model: nn.Module) -> None:
         model, "hf_device_map", None
     ):
         raise UnsupportedError(
-            f"'{name}' has offloading hooks and cannot be sharded. Load it without `device_map` and without CPU offload."
+            f"'{name}' has offloading hooks and cannot be sharded. Load it without device_map and CPU offload."
         )
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)

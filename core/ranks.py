@@ -48,7 +48,7 @@ class Ranks:
                 f"call torch.distributed.init_process_group() first, or use the `comfy-tp generate` command, which "
                 f"starts the ranks itself."
             )
-        group = config.group()
+        group = config.group() or dist.group.WORLD
         size = dist.get_world_size(group)
         if size != config.tp_degree:
             raise ConfigError(

@@ -29,7 +29,9 @@ class Architecture:
 
     `plan` maps module-name patterns to styles. `layouts` are the file layouts that its weights come in, besides
     diffusers' own. `bind(model, ranks)` puts our forwards onto a freshly sharded model; `merged` is how many
-    all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call.
+    all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call. `detect(entries)`
+    recognises a single file by its tensor names and shapes, and gives the model's config. `ignored` are patterns
+    of tensors that a file may hold though no parameter uses them.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Architecture:
     bind: Callable[[nn.Module, Ranks], None] = _nothing
     merged: Callable[[nn.Module], int] = field(default=lambda model: 0)
     predict: Callable[..., torch.Tensor] | None = None
+    detect: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
+    ignored: tuple[str, ...] = ()
     minimum_diffusers: str = "0.36.0"
 
     def plan_of(self, model: nn.Module) -> Mapping[str, Any]:

@@ -9,17 +9,19 @@ read the same timestep embedding, share one reduce.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
 from ..linear import RowwiseLinear, RowwiseSplitInputLinear
 from ..plan import PackedColwiseParallel, PackedRowwiseParallel
 from ..ranks import Ranks
 from .architecture import Architecture
+from .flux2_layout import BFL_FLUX2
 from .tokens import flatten_latent, image_ids, reference_tokens, text_ids, unflatten_latent
 
 PLAN = {
@@ -278,10 +280,59 @@ def text_encoder_of(width: int) -> str:
     return "load the text encoder that was made for it."
 
 
+def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model's configuration from the tensor names and shapes of a BFL/ComfyUI single file, or None.
+
+    `entries` maps file tensor names to objects with a `shape`. Everything follows from shapes: the head width from
+    a q norm, the head count from the hidden width, four equal rope axes.
+    """
+    prefix = BFL_FLUX2.prefix_of(entries)
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        entry = entries.get(prefix + name)
+        return tuple(entry.shape) if entry is not None else None
+
+    image_in, text_in = shape("img_in.weight"), shape("txt_in.weight")
+    norms = (
+        "double_blocks.0.img_attn.norm.query_norm.scale",
+        "double_blocks.0.img_attn.norm.query_norm.weight",
+    )
+    norm = next((found for found in map(shape, norms) if found), None)
+    up = shape("double_blocks.0.img_mlp.2.weight")
+    modulation = shape("double_stream_modulation_img.lin.weight")
+    if None in (image_in, text_in, norm, up, modulation):
+        return None
+    hidden, head = image_in[0], norm[0]
+    numbers = {"double_blocks": -1, "single_blocks": -1}
+    for name in entries:
+        atoms = name[len(prefix) :].split(".")
+        if atoms[0] in numbers and len(atoms) > 1 and atoms[1].isdecimal():
+            numbers[atoms[0]] = max(numbers[atoms[0]], int(atoms[1]))
+    time_in = shape("time_in.in_layer.weight")
+    return {
+        "_class_name": "Flux2Transformer2DModel",
+        "patch_size": 1,
+        "in_channels": image_in[1],
+        "num_layers": numbers["double_blocks"] + 1,
+        "num_single_layers": numbers["single_blocks"] + 1,
+        "attention_head_dim": head,
+        "num_attention_heads": hidden // head,
+        "joint_attention_dim": text_in[1],
+        "timestep_guidance_channels": time_in[1] if time_in else 256,
+        "mlp_ratio": up[1] / hidden,
+        "axes_dims_rope": (head // 4,) * 4,
+        "rope_theta": 2000,
+        "eps": 1e-6,
+        "guidance_embeds": shape("guidance_in.in_layer.weight") is not None,
+    }
+
+
 ARCHITECTURE = Architecture(
     name="flux2",
     model_class="Flux2Transformer2DModel",
     plan=PLAN,
+    layouts=(BFL_FLUX2, IDENTITY),
+    detect=detect,
     bind=bind,
     merged=merged,
     predict=predict,

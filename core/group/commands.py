@@ -1,0 +1,160 @@
+"""The commands that every rank executes, by name. Each is called on all ranks with the same header and tensors.
+
+A command is `f(context, header, tensors) -> (header, tensors)`; what rank 0 returns is the client's reply.
+`MIRRORED` says which node of the pack makes which commands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch
+
+from ..checkpoint.files import Checkpoint, resolve_source
+from ..config import TensorParallelConfig
+from ..errors import ConfigError, InputError
+from ..loading import DTYPES, open_model
+from ..models import architecture_named
+from ..parallelize import resolve
+from ..ranks import Ranks
+from ..resident import ResidentModel, release_cache
+
+Result = tuple[dict[str, Any], list[torch.Tensor]]
+
+
+def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Load a model in shards. Rank 0 reports `progress` events (bytes of all ranks) while reading.
+
+    Every rank opens the files and checks them before any of them allocates: they go on together or not at all.
+    """
+    started = time.perf_counter()
+    ranks = Ranks(context.rank, context.degree, context.device, context.data_group)
+    dtype = _dtype(header["dtype"])
+    named = header.get("architecture")
+    location = resolve_source(header["source"], subfolder=header.get("subfolder"))
+    opened = open_model(Checkpoint.open(location), architecture=architecture_named(named) if named else None)
+    resolve(opened.skeleton, TensorParallelConfig(ranks.degree), opened.architecture)
+    context.check_cancelled()
+    same_files(context, opened.checkpoint, header["source"])
+
+    def progress(done: int, total: int) -> None:
+        context.pulse("load")
+        seconds = max(time.perf_counter() - started, 1e-9)
+        scale = ranks.degree
+        rate = done * scale / seconds / 1e9
+        context.report(
+            {"event": "progress", "done": done * scale, "total": total * scale, "gb_per_second": rate}
+        )
+
+    model = ResidentModel.load(
+        opened, ranks, dtype=dtype, progress=progress, cancelled=getattr(context, "stop_if_cancelled", None)
+    )
+    context.models[header["model"]] = model
+    figures = context.gather([model.resident_bytes, model.report.bytes_read, str(model.ranks.device)])
+    info = {
+        "architecture": opened.architecture.name,
+        "config": _plain(opened.config),
+        "layout": opened.layout.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(_size(spec.shape) for spec in model.module.tensor_parallel.plan.specs.values()),
+        "degree": ranks.degree,
+        "devices": [row[2] for row in figures],
+        "resident_bytes": [row[0] for row in figures],
+        "bytes_read": [row[1] for row in figures],
+        "load_seconds": time.perf_counter() - started,
+        "all_reduces": _all_reduces(model),
+        "notes": [],
+    }
+    return {"info": info}, []
+
+
+def keep(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Keep a conditioning or reference on the ranks under the client's key."""
+    _model(context, header).keep(header["key"], tensors[0], header["forget"])
+    return {}, []
+
+
+def forward(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """One model call."""
+    context.pulse("forward")
+    return {}, [_model(context, header).forward(header, tensors).cpu()]
+
+
+def park(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Move a model's shards to host memory."""
+    freed = _model(context, header).park()
+    return {"freed": sum(context.gather(freed))}, []
+
+
+def unload(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Free a model's shards. A model that is not there frees nothing."""
+    model = context.models.pop(header["model"], None)
+    freed = model.resident_bytes if model is not None else 0
+    del model
+    release_cache(context.device)
+    return {"freed": sum(context.gather(freed))}, []
+
+
+COMMANDS = {
+    "load": load,
+    "keep": keep,
+    "forward": forward,
+    "park": park,
+    "unload": unload,
+}
+
+# Node id -> the commands that its execution makes on every rank.
+MIRRORED = {
+    "TPLoadModel": ("load",),
+    "TPSampler": ("keep", "sample"),
+    "TPUnloadModel": ("unload",),
+    "TPStatus": (),
+}
+
+
+def same_files(context: Any, checkpoint: Checkpoint, source: str) -> None:
+    """Raise `ConfigError` on every rank unless all of them see the same files (sizes, headers' tensors) at `source`."""
+    seen = sorted((name, entry.dtype, entry.shape, entry.start) for name, entry in checkpoint.entries.items())
+    digests = context.gather(hashlib.sha256(repr((checkpoint.nbytes, seen)).encode()).hexdigest())
+    strangers = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if strangers:
+        raise ConfigError(
+            f"Rank {', '.join(map(str, strangers))} sees other files than rank 0 at {source}. Make sure that every "
+            f"machine holds the same model files."
+        )
+
+
+def _model(context: Any, header: dict[str, Any]) -> ResidentModel:
+    model = context.models.get(header["model"])
+    if model is None:
+        raise InputError(f"The ranks hold no model '{header['model']}'. Load it again.")
+    return model
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name == "default":
+        return None
+    if name not in DTYPES:
+        raise ConfigError(f"Unknown dtype '{name}'. Expected default, {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _all_reduces(model: ResidentModel) -> int:
+    if model.ranks.degree == 1:
+        return 0
+    architecture = model.opened.architecture
+    return model.module.tensor_parallel.plan.all_reduces - architecture.merged(model.module)
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The model's own settings of a config.json, without diffusers' private entries."""
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
