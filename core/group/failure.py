@@ -1,0 +1,93 @@
+"""Errors across processes: an exception on a rank as JSON, and the exception the client raises for it."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..errors import Cancelled, RankError, RankOutOfMemory, TPError
+
+TRACEBACK_TAIL = 6000
+
+# The refusals that keep their type: every TPError, by its name.
+REFUSALS: dict[str, type[TPError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TPError)
+}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left for an allocation."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, RankOutOfMemory)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+
+
+def describe(error: BaseException, rank: int, device: str) -> dict[str, Any]:
+    """An exception as JSON."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    kind = type(error).__name__
+    if out_of_memory(error):
+        kind = RankOutOfMemory.__name__
+    return {
+        "type": kind,
+        "original": type(error).__name__,
+        "message": str(error)[:20000],
+        "traceback": text[-TRACEBACK_TAIL:],
+        "rank": rank,
+        "device": device,
+    }
+
+
+def choose(described: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Of the errors of all ranks, the one that tells the cause: out of memory first, then the lowest rank."""
+    present = [error for error in described if error]
+    for error in present:
+        if error["type"] == RankOutOfMemory.__name__:
+            return error
+    return present[0]
+
+
+def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str = "") -> TPError:
+    """The exception the client raises for a described one.
+
+    A refusal of ours keeps its type and text. Any other exception is a RankError that names rank and device and
+    carries the traceback's tail; running out of memory is a RankOutOfMemory.
+    """
+    name = str(described.get("type"))
+    message = str(described.get("message"))
+    rank = described.get("rank") if isinstance(described.get("rank"), int) else None
+    device = described.get("device") if isinstance(described.get("device"), str) else None
+    kind = REFUSALS.get(name)
+    if kind is not None and not issubclass(kind, RankError):
+        return kind(message + note)
+    logs = f"\nLogs: {log_dir}" if log_dir else ""
+    tail = str(described.get("traceback") or "").rstrip()
+    tail = f"\n{tail}" if tail else ""
+    where = f"Rank {rank} ({device})"
+    if kind is RankOutOfMemory:
+        first = f"{where} ran out of memory: {message}"
+        return RankOutOfMemory(f"{first}{note}{tail}{logs}", rank=rank, device=device)
+    if kind is RankError:
+        return RankError(f"{message}{note}{logs}", rank=rank, device=device)
+    first = f"{where} raised {described.get('original', name)}: {message}"
+    return RankError(f"{first}{note}{tail}{logs}", rank=rank, device=device)
+
+
+def exit_cause(exitcode: int) -> str:
+    """How a process ended, in words; a negative number is a signal, as in `subprocess`."""
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = "unknown"
+    guess = ", probably out of memory" if -exitcode == signal.SIGKILL else ""
+    return f"was killed by signal {-exitcode} ({name}){guess}"
+
+
+__all__ = ["Cancelled", "choose", "describe", "exit_cause", "out_of_memory", "rebuild"]

@@ -1,0 +1,384 @@
+"""The launcher: a small process between the client and the ranks of one machine.
+
+It reads its configuration as one JSON line from stdin, makes the group's private folder, starts the ranks with
+torch's own supervision, and tells the client on stdout, in JSON lines, what happens to them. Its stdin is the
+lifetime of the group: at its end the ranks are killed by pid and the folder is removed.
+
+It ends the group when a rank dies, stops (no heartbeat), hangs (no rank makes progress), or raised while the others
+wait for it; and it says which rank and why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import pulse as life
+from .failure import exit_cause
+from .logs import RUNNING, tail
+from .pulse import PulseFile
+
+log = logging.getLogger("comfy_tp.launcher")
+
+CONFIG_LIMIT = 1 << 20
+CONFIG_TIMEOUT = 30.0
+SOCKET_PATH_LIMIT = 100
+KILL_WAIT = 3.0
+# Of several ranks found dead together, one that only lost its peer is not the cause.
+CAUSE_WAIT = 0.5
+
+
+def read_line(descriptor: int, limit: int, timeout: float) -> bytes:
+    """One line, read byte by byte so that nothing after it is taken; empty at the end of the pipe."""
+    line = bytearray()
+    deadline = time.monotonic() + timeout
+    while len(line) < limit:
+        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            break
+        byte = os.read(descriptor, 1)
+        if not byte or byte == b"\n":
+            break
+        line += byte
+    return bytes(line)
+
+
+def private_folder() -> Path:
+    """A new 0700 folder whose path leaves room for a socket's name (108 bytes in all)."""
+    bases = [tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]
+    for base in bases:
+        if base and len(os.fsencode(base)) + len("/comfy-tp-xxxxxxxx/socket.new") < SOCKET_PATH_LIMIT:
+            try:
+                return Path(tempfile.mkdtemp(prefix="comfy-tp-", dir=base))
+            except OSError as error:
+                log.warning("no folder under %s: %s", base, error)
+    raise OSError(f"no writable temporary folder with a short path among {', '.join(filter(None, bases))}")
+
+
+def rank_environment(config: dict[str, Any], degree: int) -> dict[str, str]:
+    """What all ranks get beside the inherited environment."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    added = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if degree > 1 and config["devices"][0].startswith("cpu"):
+        added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if name in os.environ:
+            added[name] = without_async_allocator(os.environ[name])
+    added.update(config["env"])
+    return added
+
+
+def without_async_allocator(settings: str) -> str:
+    """Allocator settings without `backend:cudaMallocAsync`, which cannot share memory between processes."""
+    parts = [part for part in settings.split(",") if part.strip()]
+    return ",".join(part for part in parts if part.replace(" ", "") != "backend:cudaMallocAsync")
+
+
+class Launcher:
+    """One group's processes, from the configuration to the removal of the folder."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, speak: TextIO):
+        self.config = config
+        self.devices: list[str] = config["devices"]
+        self.degree = len(self.devices)
+        self.folder = folder
+        self._speak = speak
+        self._parent = os.getppid()
+        self.pulse = PulseFile(folder / "pulse", self.degree, create=True)
+        self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+        self.pids: dict[int, int] = {}
+        self._context: Any = None
+        self._pidfds: list[int] = []
+        self._born = time.monotonic()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """One JSON line for the client, if it still listens."""
+        try:
+            self._speak.write(json.dumps({"event": event, **fields}) + "\n")
+            self._speak.flush()
+        except OSError:
+            pass
+
+    def run(self) -> None:
+        """Start the ranks and stay until the lifetime ends or the group fails."""
+        extra: dict[str, str] = {}
+        for attempt in range(2):
+            self._start(attempt, extra)
+            failure = self._supervise()
+            self._kill()
+            if failure is None:
+                return
+            if failure.get("self_test") and attempt == 0:
+                note = "The collectives gave wrong sums on these devices; started again with NCCL_P2P_DISABLE=1."
+                log.warning(note)
+                self.tell("note", text=note)
+                extra = {"NCCL_P2P_DISABLE": "1"}
+                continue
+            self.tell("failed", **failure)
+            return
+
+    def _start(self, attempt: int, extra: dict[str, str]) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+        self._write_private("token", self.config["token"])
+        public = {key: value for key, value in self.config.items() if key not in ("token", "env")}
+        self._write_private("config.json", json.dumps({**public, "attempt": attempt}))
+        common = {**rank_environment(self.config, self.degree), **extra}
+        script = str(Path(__file__).absolute().with_name("launch.py"))
+        flags = ["-s"] if sys.flags.no_user_site else []
+        arguments: dict[int, tuple] = {}
+        environments: dict[int, dict[str, str]] = {}
+        for rank, device in enumerate(self.devices):
+            title = f"comfy_tp rank {rank}/{self.degree} {device}"
+            arguments[rank] = (*flags, script, title, str(self.folder), str(rank))
+            environments[rank] = {
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.degree),
+                "LOCAL_WORLD_SIZE": str(self.degree),
+                "TORCHELASTIC_RUN_ID": "ranks",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            }
+        self._born = time.monotonic()
+        self._context = start_processes(
+            name="comfy_tp",
+            entrypoint=sys.executable,
+            args=arguments,
+            envs=environments,
+            logs_specs=DefaultLogsSpecs(log_dir=self.config["log_dir"], redirects=Std.ALL),
+        )
+        self.pids = dict(self._context.pids())
+        self.tell("ranks", pids=[self.pids[rank] for rank in range(self.degree)])
+        try:
+            self._pidfds = [os.pidfd_open(pid) for pid in self.pids.values()]
+        except (AttributeError, OSError):
+            self._pidfds = []
+
+    def _write_private(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+
+    def _supervise(self) -> dict[str, Any] | None:
+        """Wait for the end of the lifetime (None) or a failure (its description)."""
+        tick = min(0.5, self.config["step_timeout"] / 10, self.config["heartbeat_timeout"] / 10)
+        if not self._pidfds:
+            tick = min(tick, 0.1)
+        while True:
+            readable, _, _ = select.select([0, *self._pidfds], [], [], tick)
+            self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+            if 0 in readable and not os.read(0, 4096):
+                return None
+            if os.getppid() != self._parent:
+                return None
+            failure = self._dead() or self._stopped() or self._raised() or self._stuck()
+            if failure is not None:
+                return failure
+
+    def _exited(self) -> dict[int, int]:
+        """Ranks that have ended and how (negative: a signal), without reaping them."""
+        ended = {}
+        for rank, pid in self.pids.items():
+            try:
+                status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended[rank] = 1
+                continue
+            if status is not None:
+                code = status.si_status
+                ended[rank] = code if status.si_code == os.CLD_EXITED else -code
+        return ended
+
+    def _dead(self) -> dict[str, Any] | None:
+        from .rank import EXIT_PEER_LOST, EXIT_SELF_TEST
+
+        ended = self._exited()
+        if not ended:
+            return None
+        deadline = time.monotonic() + CAUSE_WAIT
+        while all(code == EXIT_PEER_LOST for code in ended.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ended = self._exited()
+        # A signal tells more than an exit code, and losing a peer is never the first cause.
+        rank = min(ended, key=lambda each: (ended[each] == EXIT_PEER_LOST, ended[each] >= 0, each))
+        code = ended[rank]
+        if code == EXIT_SELF_TEST:
+            return {**self._about(rank), "self_test": True, "cause": "failed the start-up test"}
+        cause = "lost its connection to the other ranks" if code == EXIT_PEER_LOST else exit_cause(code)
+        failure = {**self._about(rank), "cause": cause, "exitcode": code}
+        error = self._recorded_error(rank)
+        if error is not None and code == 1:
+            failure["error"] = error
+        elif code != EXIT_PEER_LOST:
+            failure["log_tail"] = tail(self._context.stderrs[rank])
+        return failure
+
+    def _recorded_error(self, rank: int) -> dict[str, Any] | None:
+        """The exception that ended a rank, from the error file that torch's supervision keeps."""
+        try:
+            message = json.loads(Path(self._context.error_files[rank]).read_text())["message"]
+            kind, _, text = message["message"].partition(": ")
+            stack = message["extraInfo"]["py_callstack"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return {"type": kind, "original": kind, "message": text, "traceback": stack}
+
+    def _about(self, rank: int) -> dict[str, Any]:
+        slot = rank + 1
+        return {
+            "rank": rank,
+            "device": self.devices[rank],
+            "pid": self.pids[rank],
+            "state": int(self.pulse.get(slot, life.STATE)),
+            "doing": self.pulse.note(slot),
+            "step": int(self.pulse.get(slot, life.STEP)),
+        }
+
+    def _stopped(self) -> dict[str, Any] | None:
+        now = time.monotonic()
+        for rank in range(self.degree):
+            beat = self.pulse.get(rank + 1, life.HEARTBEAT) or self._born
+            # Before the first beat a rank is importing torch; the client bounds that with its start timeout.
+            if not self.pulse.get(rank + 1, life.HEARTBEAT):
+                continue
+            if now - beat > self.config["heartbeat_timeout"]:
+                stopped = " (it is stopped by a signal)" if self._process_state(rank) == "T" else ""
+                return {**self._about(rank), "cause": f"has not moved for {now - beat:.0f} s{stopped}"}
+        return None
+
+    def _process_state(self, rank: int) -> str:
+        try:
+            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+
+    def _states(self) -> list[int]:
+        return [int(self.pulse.get(rank + 1, life.STATE)) for rank in range(self.degree)]
+
+    def _since_progress(self) -> float:
+        newest = max(self.pulse.get(rank + 1, life.PROGRESS) for rank in range(self.degree))
+        return time.monotonic() - newest
+
+    def _raised(self) -> dict[str, Any] | None:
+        """A rank raised, and the others wait for it where it will never come."""
+        states = self._states()
+        if life.FAILED not in states or self._since_progress() < self.config["error_grace"]:
+            return None
+        rank = states.index(life.FAILED)
+        try:
+            error = json.loads((self.folder / f"raised-{rank}.json").read_text())
+        except (OSError, ValueError):
+            error = None
+        return {**self._about(rank), "cause": "raised while the other ranks waited for it", "error": error}
+
+    def _stuck(self) -> dict[str, Any] | None:
+        """Ranks work on a command, all are alive, and none makes progress."""
+        if life.BUSY not in self._states():
+            return None
+        slowest = max(self.pulse.get(rank + 1, life.SLOWEST) for rank in range(self.degree))
+        silent = self._since_progress()
+        if silent < self.config["step_timeout"] + slowest:
+            return None
+        places = self._places()
+        rank = self._laggard(places)
+        where = "; ".join(f"rank {each}: {place or 'unknown'}" for each, place in enumerate(places))
+        cause = f"made no progress for {silent:.0f} s and holds up the group ({where})"
+        return {**self._about(rank), "cause": cause}
+
+    def _laggard(self, places: list[str]) -> int:
+        """The rank that is furthest behind; of equals, the first that does not wait in a collective."""
+
+        def behind(rank: int) -> tuple:
+            slot = rank + 1
+            done = (self.pulse.get(slot, life.COMMAND), self.pulse.get(slot, life.STEP))
+            return (*done, "distributed" in places[rank], rank)
+
+        return min(range(self.degree), key=behind)
+
+    def _places(self) -> list[str]:
+        """Where each rank's main thread is, from the stacks that the ranks write on SIGUSR1."""
+        for pid in self.pids.values():
+            try:
+                os.kill(pid, signal.SIGUSR1)
+            except OSError:
+                pass
+        time.sleep(0.3)
+        places = []
+        for rank in range(self.degree):
+            try:
+                text = (self.folder / f"stacks-{rank}").read_text()
+            except OSError:
+                text = ""
+            places.append(innermost_frame(text))
+            log.warning("stacks of rank %d:\n%s", rank, text)
+        return places
+
+    def _kill(self) -> None:
+        """SIGKILL every rank with whatever it started, and reap it."""
+        for pid in self.pids.values():
+            for kill in (os.killpg, os.kill):
+                try:
+                    kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
+        deadline = time.monotonic() + KILL_WAIT
+        while len(self._exited()) < len(self.pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._pidfds = []
+        if self._context is not None and len(self._exited()) == len(self.pids):
+            self._context.close(death_sig=signal.SIGKILL, timeout=1)
+        self.pids = {}
+        self._context = None
+
+    def end(self) -> None:
+        """Kill what runs and remove the folder."""
+        self._kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def innermost_frame(stacks: str) -> str:
+    """`file:line in function` of the main thread, which faulthandler writes last."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
+    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', threads[-1])
+    return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
+
+
+def main() -> None:
+    """Run as the launcher; started by `RankGroup.start`."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    # Whatever prints goes to the log; only this stream speaks to the client.
+    speak = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    line = read_line(0, CONFIG_LIMIT, CONFIG_TIMEOUT)
+    if not line:
+        return
+    config = json.loads(line)
+    folder = private_folder()
+    launcher = None
+    try:
+        (Path(config["log_dir"]) / RUNNING).write_text(str(os.getpid()))
+        launcher = Launcher(config, folder, speak)
+        launcher.tell("folder", path=str(folder))
+        launcher.run()
+    except BaseException as error:
+        log.exception("the launcher failed")
+        if launcher is not None:
+            launcher.tell("failed", cause=f"the launcher ended: {type(error).__name__}: {error}")
+    finally:
+        if launcher is not None:
+            launcher.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        (Path(config["log_dir"]) / RUNNING).unlink(missing_ok=True)

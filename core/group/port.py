@@ -1,0 +1,176 @@
+"""Rank 0's side of the channel: it listens, admits one client that knows the token, and reads its frames.
+
+A stranger costs a thread for a few seconds and nothing else; at most `STRANGERS` of them are heard at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import channel as wire
+from .channel import Channel, ChannelClosed, ChannelError, Frame
+
+log = logging.getLogger("comfy_tp.port")
+
+STRANGERS = 8
+WAITING_COMMANDS = 8
+
+
+@dataclass
+class Order:
+    """A command and the client it came from."""
+
+    client: Client
+    frame: Frame
+
+
+class Client:
+    """The admitted client: where answers go, and which of its requests it no longer wants."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self._cancelled_up_to = -1
+
+    def cancel(self, request: int) -> None:
+        self._cancelled_up_to = max(self._cancelled_up_to, request)
+
+    def wants(self, request: int) -> bool:
+        """Whether the client is there and has not cancelled the request (requests are numbered upwards)."""
+        return request > self._cancelled_up_to and not self.channel.closed
+
+    def send(
+        self,
+        kind: int,
+        request: int,
+        message: wire.Packed | None = None,
+        *,
+        header: dict[str, Any] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Send if the client is still there; a client that left misses nothing it wants."""
+        if self.channel.closed:
+            return
+        try:
+            self.channel.send(kind, request, message, header=header, tensors=tensors)
+        except ChannelError as error:
+            log.warning("the client is gone: %s", error)
+            self.channel.close()
+
+
+class ClientPort:
+    """Listens on a bound socket and hands on the commands of the one admitted client."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        description: dict[str, Any],
+        *,
+        handshake_timeout: float = 5.0,
+    ):
+        self._listener = listener
+        self._token = token
+        self._description = description
+        self._handshake_timeout = handshake_timeout
+        self._orders: queue.Queue[Order] = queue.Queue(WAITING_COMMANDS)
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        self._listener.settimeout(wire.WAKE)
+        self._listener.listen(STRANGERS)
+        threading.Thread(target=self._accept, name="comfy_tp port", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.close()
+        with self._lock:
+            if self._client is not None:
+                self._client.channel.close()
+
+    def next_order(self, timeout: float) -> Order | None:
+        """The next command, or None after `timeout` seconds."""
+        try:
+            return self._orders.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("accept failed: %s", error)
+                time.sleep(wire.WAKE)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            threading.Thread(target=self._meet, args=(sock,), name="comfy_tp client", daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        client = None
+        try:
+            try:
+                wire.admit(channel, self._token, self._handshake_timeout)
+                client = self._take_place(channel)
+                if client is None:
+                    channel.send(wire.REFUSED, 0, header={"reason": "it already serves another client"})
+                    raise ChannelError("a second client")
+                wire.welcome(channel, self._description)
+            finally:
+                self._strangers.release()
+            self._read(client)
+        except ChannelClosed as error:
+            log.info("connection ended: %s", error)
+        except ChannelError as error:
+            log.warning("connection refused or cut: %s", error)
+        finally:
+            channel.close()
+            if client is not None:
+                with self._lock:
+                    if self._client is client:
+                        self._client = None
+
+    def _take_place(self, channel: Channel) -> Client | None:
+        with self._lock:
+            if self._client is not None and not self._client.channel.closed:
+                return None
+            self._client = Client(channel)
+            return self._client
+
+    def _read(self, client: Client) -> None:
+        newest = 0
+        while True:
+            frame = client.channel.receive()
+            if frame.kind == wire.CANCEL:
+                client.cancel(frame.request)
+            elif frame.kind == wire.COMMAND:
+                if frame.request <= newest:
+                    raise ChannelError(f"request {frame.request} after request {newest}")
+                newest = frame.request
+                try:
+                    self._orders.put_nowait(Order(client, frame))
+                except queue.Full:
+                    raise ChannelError(f"more than {WAITING_COMMANDS} commands are waiting") from None
+            else:
+                raise ChannelError(f"a client sends no frames of kind {frame.kind}")

@@ -1,0 +1,104 @@
+"""Signs of life: a mapped file in which every rank and the launcher write what they are doing.
+
+One slot of 128 bytes per process, the launcher's first. A slot holds doubles (each written by one aligned store)
+and a short note. Times are `time.monotonic()`, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+SLOT = 128
+NOTE = 48
+NOTE_BYTES = SLOT - NOTE
+
+HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST = range(6)
+STARTING, IDLE, BUSY, FAILED = 0, 1, 2, 3
+
+
+class PulseFile:
+    """The mapped file of a group of `degree` ranks."""
+
+    def __init__(self, path: Path, degree: int, *, create: bool = False):
+        size = SLOT * (degree + 1)
+        if create:
+            path.write_bytes(bytes(size))
+            path.chmod(0o600)
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        self._numbers = memoryview(self._map).cast("d")
+        self._bytes = memoryview(self._map)
+        self.degree = degree
+
+    def get(self, slot: int, field: int) -> float:
+        return self._numbers[slot * (SLOT // 8) + field]
+
+    def put(self, slot: int, field: int, value: float) -> None:
+        self._numbers[slot * (SLOT // 8) + field] = value
+
+    def note(self, slot: int) -> str:
+        start = slot * SLOT + NOTE
+        return bytes(self._bytes[start : start + NOTE_BYTES]).split(b"\0")[0].decode(errors="replace")
+
+    def set_note(self, slot: int, text: str) -> None:
+        start = slot * SLOT + NOTE
+        self._bytes[start : start + NOTE_BYTES] = text.encode()[: NOTE_BYTES - 1].ljust(NOTE_BYTES, b"\0")
+
+
+class RankPulse:
+    """What one rank writes. Without a file (several machines) it only counts."""
+
+    def __init__(self, file: PulseFile | None, rank: int, heartbeat: float):
+        self._file = file
+        self._slot = rank + 1
+        self._period = heartbeat
+        self._last = time.monotonic()
+        self.slowest = 0.0
+        self.state = STARTING
+        self.steps = 0
+        self.progress_at = self._last
+
+    def start(self) -> None:
+        """Begin to beat, in a thread of its own."""
+        self._put(PROGRESS, self._last)
+        self._put(HEARTBEAT, self._last)
+        threading.Thread(target=self._beat, name="comfy_tp heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            self._put(HEARTBEAT, time.monotonic())
+            time.sleep(self._period)
+
+    def _put(self, field: int, value: float) -> None:
+        if self._file is not None:
+            self._file.put(self._slot, field, value)
+
+    def begin(self, command: int, note: str) -> None:
+        """A command starts."""
+        self.steps = 0
+        self._last = self.progress_at = time.monotonic()
+        self._put(PROGRESS, self._last)
+        self._put(COMMAND, command)
+        self._put(STEP, 0)
+        self.set_state(BUSY)
+        if self._file is not None:
+            self._file.set_note(self._slot, note)
+
+    def mark(self, note: str | None = None) -> None:
+        """The command made progress."""
+        now = time.monotonic()
+        self.slowest = max(self.slowest, now - self._last)
+        self._last = self.progress_at = now
+        self.steps += 1
+        self._put(SLOWEST, self.slowest)
+        self._put(PROGRESS, now)
+        self._put(STEP, self.steps)
+        if note is not None and self._file is not None:
+            self._file.set_note(self._slot, note)
+
+    def set_state(self, state: int) -> None:
+        self.state = state
+        self._put(STATE, state)

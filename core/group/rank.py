@@ -1,0 +1,543 @@
+"""A rank: joins the group, then executes commands in lockstep with the others until its lifetime pipe ends.
+
+A command is a function ``f(context, header, tensors) -> (header, tensors)`` that every rank calls with the same
+arguments; what rank 0 returns goes to the client. The tensors arrive on the CPU as views of one buffer: a command
+that keeps one keeps all of them. Built-in commands: `ping`, `echo` and `status`.
+
+Lockstep at the boundaries is kept by `_agree`, one small all-reduce on the control group, made by
+`check_cancelled` and at the end of every command. In it a rank says whether it goes on, has finished, wants to
+cancel (rank 0 alone) or has failed, and learns what all say. So a rank that raises takes the others out of their
+command at their next boundary, and the group stays usable. Ranks that wait in the model's own collectives for one
+that raised are ended by the launcher (`pulse`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Cancelled, ConfigError, RankError
+from . import channel as wire
+from . import pulse as life
+from .failure import choose, describe, out_of_memory
+from .port import ClientPort, Order
+from .pulse import PulseFile, RankPulse
+
+log = logging.getLogger("comfy_tp.rank")
+
+Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequence[torch.Tensor]]]
+
+EXIT_PEER_LOST = 86
+EXIT_SELF_TEST = 87
+
+# Ordered so that the largest and the smallest of all ranks' words tell everything.
+_GOES_ON, _CANCELS, _FINISHED, _FAILED = 0, 1, 2, 3
+_NOTHING, _COMMAND = 0, 1
+_BLOCK = 4096
+_BLOCK_HEAD = struct.Struct("<QQQQ")
+
+
+class PeerFailed(BaseException):
+    """Another rank failed in this command. A BaseException, so that no command mistakes it for its own error."""
+
+
+class LockstepBroken(BaseException):
+    """One rank is at a step boundary where another has ended its command."""
+
+
+class PeerLost(BaseException):
+    """The control group is broken: another rank is gone, and so is this group."""
+
+
+class RankContext:
+    """What a command sees of the group.
+
+    rank, degree: this rank's number and how many there are. device: where this rank's shards live.
+    data_group: the process group of the model's collectives (nccl or gloo). control_group: always gloo.
+    models: what commands keep between calls, by a key of their choice.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        degree: int,
+        device: torch.device,
+        data_group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
+        pulse: RankPulse,
+    ):
+        self.rank = rank
+        self.degree = degree
+        self.device = device
+        self.data_group = data_group
+        self.control_group = control_group
+        self.models: dict[Any, Any] = {}
+        self._pulse = pulse
+        self._order: Order | None = None
+        self._numbers = torch.zeros(2, dtype=torch.int32)
+
+    def report(self, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send an event to the client. Rank 0 alone does; elsewhere nothing happens."""
+        if self._order is not None:
+            self._order.client.send(wire.EVENT, self._order.frame.request, header=header, tensors=tensors)
+
+    def pulse(self, note: str | None = None) -> None:
+        """Say that the command makes progress: once per step, tensor read, or whatever takes long."""
+        self._pulse.mark(note)
+
+    def check_cancelled(self) -> None:
+        """A step boundary; all ranks must call it, equally often. Raises Cancelled on all of them or on none.
+
+        If another rank has failed, the command ends here too. Counts as progress.
+        """
+        self._pulse.mark()
+        wanted = self._order is None or self._order.client.wants(self._order.frame.request)
+        if self._agree(_GOES_ON if wanted else _CANCELS) == _CANCELS:
+            raise Cancelled("The command was cancelled.")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (anything that JSON can say), on every rank, in rank order."""
+        text = json.dumps(value).encode()
+        size = torch.tensor([len(text)], dtype=torch.int64)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degree)]
+        self._collective(dist.all_gather, sizes, size)
+        longest = max(int(each) for each in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.degree)]
+        self._collective(dist.all_gather, parts, padded)
+        return [
+            json.loads(part[: int(each)].numpy().tobytes()) for part, each in zip(parts, sizes, strict=True)
+        ]
+
+    def _collective(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            operation(*args, group=self.control_group, **kwargs)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def _agree(self, state: int) -> int:
+        """What all ranks together say. Raises PeerFailed where this rank goes on and another failed."""
+        self._numbers[0] = state
+        self._numbers[1] = -state
+        self._collective(dist.all_reduce, self._numbers, dist.ReduceOp.MAX)
+        highest, lowest = int(self._numbers[0]), -int(self._numbers[1])
+        if highest == _FAILED:
+            if state in (_GOES_ON, _CANCELS):
+                raise PeerFailed
+            return _FAILED
+        if highest == _FINISHED and lowest != _FINISHED:
+            raise LockstepBroken
+        return highest
+
+
+def ping(context: RankContext, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
+    """Answers who is there."""
+    return {"degree": context.degree, "ranks": context.gather(context.rank)}, []
+
+
+def echo(context: RankContext, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
+    """Gives back what it got: measures the channel."""
+    return header, tensors
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def make_status(describe_models: Callable[[RankContext], dict] | None) -> Command:
+    """The command that tells of every rank its device, process, memory and models."""
+
+    def status(
+        context: RankContext, header: dict, tensors: list[torch.Tensor]
+    ) -> tuple[dict, list[torch.Tensor]]:
+        own: dict[str, Any] = {
+            "rank": context.rank,
+            "device": str(context.device),
+            "pid": os.getpid(),
+            "rss_bytes": resident_bytes(),
+            "threads": threading.active_count(),
+            "slowest_step_s": context._pulse.slowest,
+            "device_bytes": 0,
+            "device_total_bytes": 0,
+            "models": [],
+        }
+        if context.device.type == "cuda":
+            own["device_name"] = torch.cuda.get_device_name(context.device)
+            own["device_bytes"] = torch.cuda.memory_reserved(context.device)
+            own["device_total_bytes"] = torch.cuda.get_device_properties(context.device).total_memory
+        if describe_models is not None:
+            own.update(describe_models(context))
+        return {"ranks": context.gather(own)}, []
+
+    return status
+
+
+def load_commands(where: str) -> dict[str, Command]:
+    """The command table named by ``module:NAME`` or ``path/to/file.py:NAME``, with the built-in ones.
+
+    If the table's module has a function `describe_models(context) -> dict`, `status` adds its entries.
+    Raises ConfigError where there is no such module or table.
+    """
+    source, colon, name = where.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"commands {where!r} is not of the form 'module:NAME' or 'path/to/file.py:NAME'")
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("comfy_tp_commands", source)
+            if spec is None or spec.loader is None or not Path(source).is_file():
+                raise FileNotFoundError(f"no such file: {source}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        table = getattr(module, name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ConfigError(f"the rank commands {where!r} cannot be loaded: {error}") from error
+    status = make_status(getattr(module, "describe_models", None))
+    return {"ping": ping, "echo": echo, "status": status, **table}
+
+
+class CommandLoop:
+    """Takes orders at rank 0, hands them to every rank, executes them, and answers."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        commands: dict[str, Command],
+        port: ClientPort | None,
+        *,
+        keepalive: float,
+        error_grace: float,
+        raised_file: Path | None,
+    ):
+        self.context = context
+        self.commands = commands
+        self.port = port
+        self.keepalive = keepalive
+        self.error_grace = error_grace
+        self.raised_file = raised_file
+        self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
+        self._count = 0
+
+    def run(self) -> NoReturn:
+        """Execute commands until the process ends; raises PeerLost where the group broke."""
+        self.context._pulse.set_state(life.IDLE)
+        while True:
+            if self.port is not None:
+                self._lead(self.port)
+            else:
+                self._follow()
+
+    def _lead(self, port: ClientPort) -> None:
+        order = port.next_order(self.keepalive)
+        context = self.context
+        if order is None:
+            self._write_block(_NOTHING, 0, b"", 0)
+            context._collective(dist.broadcast, self._block, 0)
+            return
+        frame = order.frame
+        if not order.client.wants(frame.request):
+            error = describe(Cancelled("The command was cancelled before it began."), 0, str(context.device))
+            order.client.send(wire.ERROR, frame.request, header=error)
+            return
+        self._count += 1
+        context._pulse.begin(self._count, frame.name)
+        payload_bytes = frame.payload.numel()
+        if context.degree > 1:
+            self._write_block(_COMMAND, self._count, frame.raw, payload_bytes)
+            context._collective(dist.broadcast, self._block, 0)
+            rest = frame.raw[_BLOCK - _BLOCK_HEAD.size :]
+            if rest:
+                context._collective(
+                    dist.broadcast, torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0
+                )
+            if payload_bytes:
+                context._collective(dist.broadcast, frame.payload, 0)
+        context._order = order
+        try:
+            answer = self._execute(frame.name, frame.header, frame.tensors)
+        finally:
+            context._order = None
+        context._pulse.set_state(life.IDLE)
+        if isinstance(answer, wire.Packed):
+            order.client.send(wire.REPLY, frame.request, answer)
+        else:
+            order.client.send(wire.ERROR, frame.request, header=answer)
+
+    def _follow(self) -> None:
+        context = self.context
+        context._collective(dist.broadcast, self._block, 0)
+        block = self._block.numpy().tobytes()
+        kind, count, header_bytes, payload_bytes = _BLOCK_HEAD.unpack_from(block)
+        if kind == _NOTHING:
+            return
+        raw = block[_BLOCK_HEAD.size : _BLOCK_HEAD.size + header_bytes]
+        if len(raw) < header_bytes:
+            rest = torch.empty(header_bytes - len(raw), dtype=torch.uint8)
+            context._collective(dist.broadcast, rest, 0)
+            raw += rest.numpy().tobytes()
+        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+        if payload_bytes:
+            context._collective(dist.broadcast, payload, 0)
+        name, header, layout, _ = wire.parse_header(raw)
+        context._pulse.begin(count, name)
+        self._execute(name, header, wire.tensors_of(layout, payload))
+        context._pulse.set_state(life.IDLE)
+
+    def _write_block(self, kind: int, count: int, raw: bytes, payload_bytes: int) -> None:
+        head = _BLOCK_HEAD.pack(kind, count, len(raw), payload_bytes)
+        first = head + raw[: _BLOCK - len(head)]
+        self._block[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+
+    def _execute(self, name: str, header: dict, tensors: list[torch.Tensor]) -> wire.Packed | dict[str, Any]:
+        """Run one command and agree on its end. The answer for the client: a packed reply or a described error."""
+        context = self.context
+        answer, error, agreed = self._attempt(name, header, tensors)
+        tensors.clear()
+        if not agreed:
+            try:
+                if error is None or error["type"] == Cancelled.__name__:
+                    agreed = context._agree(_FINISHED) != _FAILED
+                else:
+                    self._note_failure(error)
+                    context._pulse.set_state(life.FAILED)
+                    context._agree(_FAILED)
+            except LockstepBroken:
+                error = error or self._lockstep_error(name)
+        if agreed and error is None and answer is not None:
+            return answer
+        if agreed and error is not None and error["type"] == Cancelled.__name__:
+            return error
+        return self._conclude(name, error)
+
+    def _attempt(
+        self, name: str, header: dict, tensors: list[torch.Tensor]
+    ) -> tuple[wire.Packed | None, dict[str, Any] | None, bool]:
+        """The command itself: `(answer, error, whether the end is already agreed on)`."""
+        context = self.context
+        try:
+            command = self.commands.get(name)
+            if command is None:
+                known = ", ".join(sorted(self.commands))
+                raise ConfigError(f"the ranks know no command {name!r}; they know {known}")
+            reply_header, reply_tensors = command(context, header, tensors)
+            if context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)
+            return wire.pack("", reply_header, reply_tensors if context.rank == 0 else ()), None, False
+        except PeerFailed:
+            return None, None, True
+        except LockstepBroken:
+            return None, self._lockstep_error(name), True
+        except Exception as error:
+            described = describe(error, context.rank, str(context.device))
+            if not isinstance(error, Cancelled):
+                log.error("command %s failed\n%s", name, described["traceback"])
+            # Frames of the traceback hold tensors.
+            traceback.clear_frames(error.__traceback__)
+            if out_of_memory(error):
+                gc.collect()
+                if context.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            return None, described, False
+
+    def _conclude(self, name: str, error: dict[str, Any] | None) -> dict[str, Any]:
+        """Exchange the errors of all ranks after a failure, and see that no device work is left behind."""
+        context = self.context
+        if context.device.type == "cuda" and dist.get_backend(context.data_group) == "nccl":
+            self._await_device()
+        errors = context.gather(error)
+        if not any(errors):
+            return self._lockstep_error(name)
+        return choose(errors)
+
+    def _await_device(self) -> None:
+        # A peer that raised may have left a collective open on this rank's stream; then the group is lost, and
+        # the launcher, which sees no progress, names the one that raised.
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.context.device))
+        deadline = time.monotonic() + 4 * self.error_grace
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise PeerLost("a collective was left open")
+            time.sleep(0.01)
+
+    def _note_failure(self, error: dict[str, Any]) -> None:
+        # For the launcher, in case the others never come to the end of this command.
+        if self.raised_file is not None:
+            unfinished = self.raised_file.with_suffix(".part")
+            unfinished.write_text(json.dumps(error))
+            unfinished.replace(self.raised_file)
+
+    def _lockstep_error(self, name: str) -> dict[str, Any]:
+        text = f"The ranks left the lockstep in command {name!r}: check_cancelled was not called equally often."
+        return describe(RankError(text, rank=self.context.rank), self.context.rank, str(self.context.device))
+
+
+def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: torch.device) -> str | None:
+    """One all-reduce per dtype against the known sum; returns what is wrong, or None.
+
+    All sums are whole numbers up to 256, which every dtype here holds exactly.
+    """
+    weight = degree * (degree + 1) // 2
+    top = max(1, 256 // weight)
+    pattern = torch.arange(4096, device=device) % (top + 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = (pattern * (rank + 1)).to(dtype)
+        dist.all_reduce(tensor, group=group)
+        wrong = int((tensor.float() != (pattern * weight).float()).sum())
+        if wrong:
+            return f"an all-reduce of {dtype} over {degree} ranks gave {wrong} wrong sums of {len(pattern)}"
+    return None
+
+
+def open_device(name: str, rank: int) -> torch.device:
+    """The rank's device, made current. Raises ConfigError where this process has no such device."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+            raise ConfigError(
+                f"rank {rank}: there is no device {name}: this process sees {count} CUDA devices{limit}. "
+                "Choose devices that exist."
+            )
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"rank {rank}: device {name}: ranks run on cuda or cpu devices")
+    return device
+
+
+def join_group(
+    device: torch.device, backend: str, timeout: float, **rendezvous: Any
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Join the process groups: `(data group, control group)`; the control group is always gloo."""
+    limit = timedelta(seconds=timeout)
+    bound = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(backend, timeout=limit, **bound, **rendezvous)
+    control = dist.new_group(backend="gloo", timeout=limit)
+    return dist.group.WORLD, control
+
+
+def end_with_lifetime() -> None:
+    """Watch the inherited pipe and the parent, in a thread; when either ends, so does this process, at once."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while True:
+            readable, _, _ = select.select([0], [], [], 1.0)
+            if (readable and not os.read(0, 4096)) or os.getppid() != parent:
+                os._exit(0)
+
+    threading.Thread(target=watch, name="comfy_tp lifetime", daemon=True).start()
+
+
+def unix_listener(path: Path) -> socket.socket:
+    """A listening socket that appears at `path` only when it is ready."""
+    unfinished = path.with_suffix(".new")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(unfinished))
+    os.chmod(unfinished, 0o600)
+    listener.listen(8)
+    os.rename(unfinished, path)
+    return listener
+
+
+def main(folder_name: str, rank: int) -> NoReturn:
+    """Run a rank of a group on one machine, started by the launcher."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(folder_name)
+    end_with_lifetime()
+    stacks = open(folder / f"stacks-{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    handler = get_error_handler()
+    handler.initialize()
+    code = 1
+    try:
+        _serve(folder, rank)
+    except PeerLost as error:
+        log.error("the group is broken: %s", error)
+        code = EXIT_PEER_LOST
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        traceback.print_exc()
+        handler.record_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(folder: Path, rank: int) -> NoReturn:
+    config = json.loads((folder / "config.json").read_text())
+    devices = config["devices"]
+    degree = len(devices)
+    token = ""
+    if rank == 0:
+        token = (folder / "token").read_text()
+        (folder / "token").unlink()
+    pulse = RankPulse(PulseFile(folder / "pulse", degree), rank, config["heartbeat"])
+    pulse.start()
+    pulse.mark("loading its commands")
+    commands = load_commands(config["commands"])
+    device = open_device(devices[rank], rank)
+    pulse.mark("joining the group")
+    store = dist.FileStore(str(folder / f"store-{config['attempt']}"), degree)
+    data, control = join_group(
+        device, config["backend"], config["collective_timeout"], store=store, rank=rank, world_size=degree
+    )
+    pulse.mark("testing the collectives")
+    wrong = self_test(data, rank, degree, device)
+    if wrong:
+        error = RankError(f"The start-up test failed on rank {rank} ({device}): {wrong}.", rank=rank)
+        if config["backend"] == "nccl" and not os.environ.get("NCCL_P2P_DISABLE"):
+            log.error("%s", error)
+            raise SystemExit(EXIT_SELF_TEST)
+        raise error
+    context = RankContext(rank, degree, device, data, control, pulse)
+    port = None
+    if rank == 0:
+        description = {"devices": devices, "backend": config["backend"], "pid": os.getpid()}
+        port = ClientPort(unix_listener(folder / "socket"), token, description)
+        port.start()
+    pulse.mark("ready")
+    pulse.slowest = 0.0
+    CommandLoop(
+        context,
+        commands,
+        port,
+        keepalive=config["keepalive"],
+        error_grace=config["error_grace"],
+        raised_file=folder / f"raised-{rank}.json",
+    ).run()
