@@ -47,9 +47,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None
 }
 
-# The reference reader allows headers of 100 MB. A FLUX.2-dev header is 40 kB and a header with 100,000 tensors
-# about 12 MB, so 32 MB leaves room for every real file while a hostile one cannot make us allocate much.
-HEADER_LIMIT = 32_000_000
+# The reference reader allows headers of 100 MB. A FLUX.2-dev header is 40 kB and one of 100,000 tensors about 12 MB,
+# so 16 MB leaves room for every real file, while a hostile one cannot make us allocate much.
+HEADER_LIMIT = 16_000_000
 # What parsing the header may allocate. JSON can blow up in memory ("[[],[],..." grows 20-fold), so the cost is
 # estimated from the counts of its structural characters before it is parsed.
 PARSE_LIMIT = 60_000_000
@@ -135,11 +135,7 @@ def _parse(path: str, descriptor: int, size: int) -> tuple[dict[str, TensorEntry
         _refuse(
             path, f"its header claims {length} bytes, more than the {HEADER_LIMIT} that any real model needs"
         )
-    raw = os.pread(descriptor, length, 8)
-    if len(raw) != length:
-        _refuse(path, f"its header ends after {len(raw)} of {length} bytes: the file is truncated")
-    table = _decode(path, raw)
-    del raw
+    table = _decode(path, _read_text(path, descriptor, length))
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "its '__metadata__' is not a table of strings")
@@ -149,9 +145,16 @@ def _parse(path: str, descriptor: int, size: int) -> tuple[dict[str, TensorEntry
     return entries, metadata
 
 
-def _decode(path: str, raw: bytes) -> dict:
+def _read_text(path: str, descriptor: int, length: int) -> str:
+    """The header's text, once it is sure that parsing it will stay within PARSE_LIMIT."""
+    raw = os.pread(descriptor, length, 8)
+    if len(raw) != length:
+        _refuse(path, f"its header ends after {len(raw)} of {length} bytes: the file is truncated")
+    # Python stores a text in 1 byte per character, or in 4 when one character needs it; once whole, once in parts.
+    text = 1 if raw.isascii() else 4
+    parts = 4 if b"\\u" in raw else text
     cost = (
-        len(raw) * (1 if raw.isascii() else 4)
+        len(raw) * max(1 + text, text + parts)
         + 250 * raw.count(b":")
         + 100 * (raw.count(b"[") + raw.count(b"{"))
         + 50 * raw.count(b",")
@@ -159,16 +162,19 @@ def _decode(path: str, raw: bytes) -> dict:
     if cost > PARSE_LIMIT:
         _refuse(
             path,
-            f"its header of {len(raw)} bytes would take about {cost // 10**6} MB to parse; no real model does",
+            f"its header of {len(raw)} bytes would take about {cost // 10**6} MB to parse; no real one does",
         )
     if raw[:1] != b"{":
         _refuse(path, "is not a safetensors file: its header does not begin with '{'")
     try:
-        table = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
-        )
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         _refuse(path, f"its header is not UTF-8 (byte {error.start})")
+
+
+def _decode(path: str, text: str) -> dict:
+    try:
+        table = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except RecursionError:
         _refuse(path, "its header is nested too deeply")
     except ValueError as error:
