@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from comfy_tp.core.cli.comfyui import ComfyServer
 
 FOLDER = Path(__file__).parent / "browser"
-DRIVER = FOLDER / "open_workflow.mjs"
+DRIVER = FOLDER / "driver.mjs"
 
 
 def chromium_path() -> str | None:
@@ -38,17 +40,21 @@ def what_is_missing() -> str | None:
 
 
 class Browser:
-    """Headless Chromium on one ComfyUI. Every `open` is a new browser with a fresh profile."""
+    """Headless Chromium on one ComfyUI. One page serves all workflows, as loading it takes seconds."""
 
     def __init__(self, server: ComfyServer, output: Path):
         self.server = server
         self.output = output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._home: tempfile.TemporaryDirectory[str] | None = None
 
     def open(
         self,
         workflow: Path | Mapping[str, Any],
         *,
         name: str | None = None,
+        fresh: bool = False,
+        locale: str = "en",
         run: bool = False,
         cancel_at_progress: int | None = None,
         cancel_after_s: float | None = None,
@@ -58,64 +64,118 @@ class Browser:
     ) -> dict[str, Any]:
         """Load a workflow in UI format and return what the page shows.
 
-        - `name`: of the screenshots, ``tests/output/NAME.png`` (and ``NAME-run.png``); default: the file's stem.
+        - `name`: of the tab and of the screenshots, ``tests/output/NAME.png`` (and ``NAME-run.png``); the
+          default is the file's stem.
+        - `fresh`: load the frontend anew, as for a `locale` other than that of the page so far.
         - `run`: press the Run button and wait for the end.
         - `cancel_at_progress`: press Cancel once a progress message carries this value or more;
           `cancel_after_s`: so many seconds after the press of Run.
-        - `watch`: name -> JavaScript expression, sampled every 100 ms while the prompt runs; the result lists
-          its distinct values in order.
+        - `watch`: name -> JavaScript expression, sampled about every 100 ms while the prompt runs; the result
+          lists its distinct values in order.
         - `evaluate`: name -> JavaScript expression (may be a promise), taken once at the end.
 
-        The keys of the result are described in ``tests/browser/open_workflow.mjs``. Raises RuntimeError if the
-        page cannot be opened at all, TimeoutError after `timeout_s`.
+        The keys of the result are described in ``tests/browser/driver.mjs``. Raises RuntimeError if the page
+        cannot be opened at all, TimeoutError after `timeout_s`.
         """
         self.output.mkdir(parents=True, exist_ok=True)
         if isinstance(workflow, Path):
             name = name or workflow.stem
             workflow = json.loads(workflow.read_text())
-        options = {
-            "url": self.server.url,
-            "workflow": workflow,
-            "chromium": chromium_path(),
-            "screenshot": str(self.output / f"{name or 'workflow'}.png"),
-            "runScreenshot": str(self.output / f"{name or 'workflow'}-run.png"),
-            "run": run,
-            "cancelAtProgress": cancel_at_progress,
-            "cancelAfterMs": None if cancel_after_s is None else 1000 * cancel_after_s,
-            "watch": dict(watch or {}),
-            "evaluate": dict(evaluate or {}),
-            "timeoutMs": 1000 * timeout_s,
-        }
-        with tempfile.TemporaryDirectory(prefix="comfy-tp-browser-") as home:
-            return self._drive(options, Path(home), timeout_s)
-
-    def _drive(self, options: Mapping[str, Any], home: Path, timeout_s: float) -> dict[str, Any]:
-        (home / "options.json").write_text(json.dumps(options))
-        environment = {**os.environ, "HOME": str(home), "TMPDIR": str(home), "XDG_RUNTIME_DIR": str(home)}
-        process = subprocess.Popen(
-            ["node", str(DRIVER), str(home / "options.json")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=FOLDER,
-            env=environment,
-            start_new_session=True,
+        name = name or "workflow"
+        return self._request(
+            {
+                "url": self.server.url,
+                "workflow": workflow,
+                "name": name,
+                "screenshot": str(self.output / f"{name}.png"),
+                "runScreenshot": str(self.output / f"{name}-run.png"),
+                "fresh": fresh,
+                "locale": locale,
+                "run": run,
+                "cancelAtProgress": cancel_at_progress,
+                "cancelAfterMs": None if cancel_after_s is None else 1000 * cancel_after_s,
+                "watch": dict(watch or {}),
+                "evaluate": dict(evaluate or {}),
+                "timeoutMs": 1000 * timeout_s,
+            },
+            timeout_s,
         )
+
+    def close(self) -> None:
+        """End the browser; the next `open` starts another."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(10)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._process = None
+        if self._home is not None:
+            self._home.cleanup()
+            self._home = None
+
+    def _request(self, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        process = self._start()
+        assert process.stdin is not None
         try:
-            # The driver ends by itself at timeout_s; this is the bound for the case that it does not.
-            stdout, stderr = process.communicate(timeout=timeout_s + 20)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=10)
-            raise TimeoutError(f"The browser did not end within {timeout_s + 20:g} s.") from None
-        lines = stdout.strip().splitlines()
-        if process.returncode or not lines:
-            raise RuntimeError(
-                f"The browser failed (exit status {process.returncode}): {stderr.strip()[-3000:]}"
+            process.stdin.write(json.dumps(options).encode() + b"\n")
+            process.stdin.flush()
+            # The driver gives up by itself at timeout_s; the rest is for one that does not.
+            answer = json.loads(self._read_line(process, timeout_s + 20))
+        except (OSError, ValueError, TimeoutError):
+            errors = self._errors()
+            self.close()
+            raise RuntimeError(f"The browser failed while opening {options['name']}: {errors}") from None
+        if "timeout" in answer or "failure" in answer:
+            self.close()
+        if "timeout" in answer:
+            raise TimeoutError(f"The browser gave up after {timeout_s:g} s while {answer['timeout']}.")
+        if "failure" in answer:
+            raise RuntimeError(f"The browser failed {answer['failure']}")
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        chromium = chromium_path()
+        if chromium is None:
+            raise RuntimeError(f"No browser: {what_is_missing()}")
+        self._home = tempfile.TemporaryDirectory(prefix="comfy-tp-browser-", ignore_cleanup_errors=True)
+        home = self._home.name
+        with open(Path(home) / "driver.log", "wb") as log:
+            self._process = subprocess.Popen(
+                ["node", str(DRIVER), chromium],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=FOLDER,
+                env={**os.environ, "HOME": home, "TMPDIR": home, "XDG_RUNTIME_DIR": home},
+                start_new_session=True,
             )
-        result = json.loads(lines[-1])
-        if "timeout" in result:
-            raise TimeoutError(f"The browser gave up after {timeout_s:g} s while {result['timeout']}.")
-        return result
+        return self._process
+
+    def _errors(self) -> str:
+        log = Path(self._home.name) / "driver.log" if self._home is not None else None
+        return log.read_text(errors="replace").strip()[-3000:] if log is not None and log.is_file() else ""
+
+    @staticmethod
+    def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+        assert process.stdout is not None
+        descriptor = process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            part = os.read(descriptor, 1 << 16)
+            if not part:
+                raise OSError("the driver ended")
+            line += part
+        return line

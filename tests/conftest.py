@@ -29,12 +29,14 @@ def comfy() -> Iterator[ComfyServer]:
 
 
 @pytest.fixture(scope="session")
-def browser(comfy: ComfyServer) -> Browser:
+def browser(comfy: ComfyServer) -> Iterator[Browser]:
     """ComfyUI's own frontend in headless Chromium, on the session's ComfyUI."""
     missing = what_is_missing()
     if missing:
         pytest.skip(f"no browser tests: {missing}")
-    return Browser(comfy, TESTS / "output")
+    session = Browser(comfy, TESTS / "output")
+    yield session
+    session.close()
 
 
 def test_packs() -> dict[str, Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -76,8 +75,8 @@ def slow_workflow(steps: int = 4, milliseconds: int = 50, source: str = "TPTestS
 def test_comfyui_knows_its_own_nodes_and_loads_this_pack(comfy: ComfyServer):
     nodes = comfy.object_info()
     assert {"KSampler", "SamplerCustomAdvanced", "EmptyFlux2LatentImage", "SaveImage"} <= nodes.keys()
-    assert "custom_nodes/comfy-tp\n" in comfy.log()
-    assert "(IMPORT FAILED)" not in comfy.log()
+    (imported,) = [line for line in comfy.log().splitlines() if line.endswith("custom_nodes/comfy-tp")]
+    assert "seconds" in imported and "FAILED" not in imported
 
 
 def test_a_stock_graph_runs_and_its_image_comes_back(comfy: ComfyServer):
@@ -183,6 +182,7 @@ def test_the_frontend_names_a_missing_node_and_a_broken_workflow(browser):
     seen = browser.open(workflow, name="harness-broken")
     assert seen["missingNodeTypes"] == ["TPNoSuchNode"]
     assert "links" in " ".join(seen["validationErrors"])
+    assert "TPNoSuchNode" in " ".join(seen["dialogs"])
 
 
 def test_the_run_button_shows_progress_a_preview_and_the_picture(browser):
@@ -207,7 +207,7 @@ def test_the_cancel_button_ends_the_prompt(browser):
         slow_workflow(steps=900, milliseconds=50), name="harness-cancel", run=True, cancel_at_progress=3
     )
     assert seen["run"]["outcome"] == "interrupted"
-    assert seen["run"]["cancelSeconds"] < 5
+    assert 0 < seen["run"]["cancelSeconds"] < 5
     assert seen["run"]["progress"][-1]["value"] < 500
 
 
@@ -250,5 +250,13 @@ def test_a_run_that_leaves_a_process_behind_fails_and_ends_it(tmp_path: Path):
     assert run.returncode == 1, run.stdout + run.stderr
     assert "processes left behind" in run.stdout
     (line,) = [line for line in run.stdout.splitlines() if "time.sleep(60)" in line]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(line.split(":")[0]), signal.SIGCONT)
+    assert not is_running(int(line.split(":")[0]))
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, and for one that has ended and that nobody has waited for."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return "State:\tZ" not in status

@@ -107,7 +107,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TPError(
-                        f"Another process has been fetching ComfyUI for {timeout_s:.0f} s (lock: {path}). {_way_out()}"
+                        f"{path} has been locked by another process for {timeout_s:.0f} s. {_way_out()}"
                     ) from None
                 time.sleep(0.2)
         yield

@@ -1,15 +1,19 @@
-// Opens a UI workflow in ComfyUI's own frontend in headless Chromium and prints one JSON object about it.
+// Opens UI workflows in ComfyUI's own frontend, in one page of headless Chromium.
 //
-//   node open_workflow.mjs OPTIONS.json
+//   node driver.mjs CHROMIUM
 //
-// The options are those that tests/browser_session.py writes. The result:
+// Each line of standard input is a request, one JSON object with the options that tests/browser_session.py
+// writes; each line of standard output answers one. The driver ends with its input, and after a request that
+// failed ({"failure": text}) or took too long ({"timeout": what it was doing}). The answer:
 //
 //   frontend            the frontend's version
 //   nodeTypes           the type of each node, subgraphs included
 //   missingNodeTypes    types that no pack registered
 //   validationErrors    what the frontend's own workflow schema objects to
 //   toasts              messages that the page showed
-//   consoleErrors       console errors and uncaught exceptions
+//   dialogs             the text of each dialog that came up, as the one about missing models; they are closed
+//   consoleErrors       console errors and uncaught exceptions since the workflow was loaded
+//   startupErrors       those from before, the stock frontend's own among them
 //   failedRequests      ["STATUS URL"] of answers from 400 on
 //   apiPrompt           the graph as the frontend would queue it
 //   screenshots         files written
@@ -26,23 +30,13 @@
 //     watched           name -> distinct values
 //   evaluated           name -> value
 
-import { readFile } from 'node:fs/promises'
+import { createInterface } from 'node:readline'
 import { chromium } from 'playwright-core'
 
-const options = JSON.parse(await readFile(process.argv[2], 'utf8'))
-const deadline = Date.now() + options.timeoutMs
-const remaining = () => Math.max(1, deadline - Date.now())
-let doing = 'starting Chromium'
-
-const watchdog = setTimeout(() => {
-  console.log(JSON.stringify({ timeout: doing }))
-  process.exit(0)
-}, options.timeoutMs)
-
 const browser = await chromium.launch({
-  executablePath: options.chromium,
+  executablePath: process.argv[2],
   headless: true,
-  timeout: remaining(),
+  timeout: 60000,
   args: [
     '--no-sandbox',
     '--disable-gpu',
@@ -56,47 +50,98 @@ const browser = await chromium.launch({
   ]
 })
 
-try {
-  const result = await openWorkflow()
-  console.log(JSON.stringify(result))
-} finally {
-  clearTimeout(watchdog)
-  await browser.close()
+let deadline = 0
+const remaining = () => Math.max(1, deadline - Date.now())
+let doing = 'nothing'
+let started = false
+let startupErrors = []
+let consoleErrors = []
+let failedRequests = []
+
+const context = await browser.newContext({ viewport: { width: 1600, height: 1000 }, locale: 'en-US' })
+// The banner that invites to newer nodes would stand in every screenshot.
+await context.addInitScript(() => window.localStorage.setItem('vueNodesBannerDismissed', 'true'))
+const page = await context.newPage()
+page.on('console', (message) => {
+  if (message.type() === 'error') note(message.text())
+})
+page.on('pageerror', (error) => note(String(error.stack ?? error)))
+page.on('response', (response) => {
+  if (response.status() >= 400) failedRequests.push(`${response.status()} ${response.url()}`)
+})
+
+for await (const line of createInterface({ input: process.stdin })) {
+  const answer = await answerRequest(JSON.parse(line))
+  console.log(JSON.stringify(answer))
+  if (answer.failure || answer.timeout) break
+}
+await browser.close()
+
+async function answerRequest(options) {
+  deadline = Date.now() + options.timeoutMs
+  let timer
+  const timeout = new Promise((resolve) => {
+    timer = setTimeout(() => resolve({ timeout: doing }), options.timeoutMs)
+  })
+  try {
+    return await Promise.race([openWorkflow(options), timeout])
+  } catch (error) {
+    if (remaining() <= 1) return { timeout: doing }
+    return { failure: `while ${doing}: ${error.stack ?? error}` }
+  } finally {
+    clearTimeout(timer)
+  }
 }
 
-async function openWorkflow() {
-  await storeSettings({
+function note(text) {
+  // Failed requests are listed apart; what the policy blocks are the frontend's calls to the outside.
+  if (/^Failed to load resource/.test(text) || /Content Security Policy/.test(text)) return
+  ;(started ? consoleErrors : startupErrors).push(text)
+}
+
+async function openFrontend(options) {
+  doing = 'storing the settings'
+  await storeSettings(options.url, {
     'Comfy.TutorialCompleted': true,
     'Comfy.Validation.Workflows': true,
     'Comfy.Workflow.Persist': false,
-    'Comfy.Locale': 'en'
+    'Comfy.Window.UnloadConfirmation': false,
+    'Comfy.Locale': options.locale
   })
-  const context = await browser.newContext({ viewport: { width: 1600, height: 1000 }, locale: 'en-US' })
-  const page = await context.newPage()
-  page.setDefaultTimeout(remaining())
-  const consoleErrors = []
-  const failedRequests = []
-  page.on('console', (message) => {
-    if (message.type() === 'error') consoleErrors.push(message.text())
-  })
-  page.on('pageerror', (error) => consoleErrors.push(String(error)))
-  page.on('response', (response) => {
-    if (response.status() >= 400) failedRequests.push(`${response.status()} ${response.url()}`)
-  })
-
+  started = false
+  startupErrors = []
+  failedRequests = []
   doing = 'waiting for the frontend'
   await page.goto(options.url, { timeout: remaining(), waitUntil: 'domcontentloaded' })
   await page.waitForFunction(
-    () => window.app?.graph && window.app.extensionManager && Object.keys(LiteGraph.registered_node_types).length > 50,
+    () =>
+      window.app?.graph &&
+      window.app.extensionManager &&
+      Object.keys(LiteGraph.registered_node_types).length > 50,
     null,
     { timeout: remaining() }
   )
-
-  doing = 'loading the workflow'
   await page.evaluate(recordToasts)
-  await page.evaluate((workflow) => window.app.loadGraphData(workflow), options.workflow)
+}
+
+async function openWorkflow(options) {
+  page.setDefaultTimeout(remaining())
+  if (options.fresh || !page.url().startsWith(options.url)) await openFrontend(options)
+  started = true
+  doing = 'loading the workflow'
+  consoleErrors = []
+  await dismissMessages()
+  await page.evaluate(() => (window.tpToasts = []))
+  await page.evaluate(
+    ([workflow, name]) => window.app.loadGraphData(workflow, true, true, name),
+    [options.workflow, options.name]
+  )
   await page.waitForTimeout(500)
   const loaded = await page.evaluate(describeGraph)
+  const dialogs = await page.evaluate(() =>
+    [...document.querySelectorAll('.p-dialog')].map((element) => element.innerText.trim())
+  )
+  await dismissMessages()
 
   doing = 'converting the workflow'
   let apiPrompt = null
@@ -111,7 +156,7 @@ async function openWorkflow() {
 
   let run = null
   if (options.run) {
-    run = await runWorkflow(page)
+    run = await runWorkflow(options)
     screenshots.push(options.runScreenshot)
     await page.screenshot({ path: options.runScreenshot, timeout: remaining() })
   }
@@ -128,7 +173,9 @@ async function openWorkflow() {
     validationErrors: toasts.filter((text) => /validation error/i.test(text)),
     conversionError,
     toasts,
+    dialogs,
     consoleErrors,
+    startupErrors,
     failedRequests,
     apiPrompt,
     screenshots,
@@ -137,8 +184,21 @@ async function openWorkflow() {
   }
 }
 
-async function storeSettings(settings) {
-  const response = await fetch(`${options.url}/settings`, {
+async function dismissMessages() {
+  doing = 'closing messages and dialogs'
+  await page.waitForFunction(
+    () => {
+      const buttons = document.querySelectorAll('.p-toast-close-button, .p-dialog-close-button')
+      for (const button of buttons) button.click()
+      return !document.querySelector('.p-toast-message, .p-dialog')
+    },
+    null,
+    { timeout: Math.min(remaining(), 10000), polling: 100 }
+  )
+}
+
+async function storeSettings(url, settings) {
+  const response = await fetch(`${url}/settings`, {
     method: 'POST',
     headers: { 'Content-Type': 'application/json' },
     body: JSON.stringify(settings),
@@ -147,12 +207,12 @@ async function storeSettings(settings) {
   if (!response.ok) throw new Error(`storing the settings was answered with HTTP ${response.status}`)
 }
 
-async function runWorkflow(page) {
+async function runWorkflow(options) {
   doing = 'waiting for the Run button'
   await page.evaluate(recordRun)
   const button = page.locator('[data-testid="queue-button"]')
   await button.locator('button').or(button).first().click({ timeout: remaining() })
-  const watching = watchUntilEnd(page, options.watch)
+  const watching = watchUntilEnd(options.watch)
 
   let cancelledAt = null
   if (options.cancelAtProgress !== null || options.cancelAfterMs !== null) {
@@ -170,11 +230,11 @@ async function runWorkflow(page) {
       { timeout: remaining(), polling: 20 }
     )
     doing = 'pressing Cancel'
+    cancelledAt = await page.evaluate(() => performance.now())
     await page
       .getByRole('button', { name: /^(cancel current run|interrupt)$/i })
       .first()
       .click({ timeout: remaining() })
-    cancelledAt = await page.evaluate(() => performance.now())
   }
 
   doing = 'waiting for the end of the prompt'
@@ -208,7 +268,7 @@ async function runWorkflow(page) {
 }
 
 // Samples the watched expressions until the prompt has ended, once more after that.
-async function watchUntilEnd(page, watch) {
+async function watchUntilEnd(watch) {
   const watched = Object.fromEntries(Object.keys(watch).map((name) => [name, []]))
   for (let ended = false; !ended; ) {
     ended = await page.evaluate(() => Boolean(window.tpRun.outcome))
@@ -223,7 +283,6 @@ async function watchUntilEnd(page, watch) {
 
 // Runs in the page: keeps the text of every message the page shows, as they vanish after a while.
 function recordToasts() {
-  window.tpToasts = []
   const note = () => {
     for (const element of document.querySelectorAll('.p-toast-message, .p-toast-message-content')) {
       const text = element.innerText.trim()
@@ -277,7 +336,7 @@ function recordRun() {
   }
   window.tpShownImages = () =>
     allNodes()
-      .filter((node) => node.imgs?.length && !/preview.*blob/i.test(node.imgs[0].src))
+      .filter((node) => node.imgs?.length && node.imgs[0].src.includes('/view?'))
       .flatMap((node) =>
         node.imgs.map((image) => ({
           node: String(node.id),
