@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -87,6 +87,11 @@ class Frame:
     tensors: list[torch.Tensor]
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a flat byte tensor on the CPU."""
+    return cast(Any, tensor.numpy()).data
+
+
 def pack(name: str, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Packed:
     """Write a message. Tensors on a device are copied to the CPU, those on the CPU are sent from where they lie.
 
@@ -106,7 +111,7 @@ def pack(name: str, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
             offset += gap
         if tensor.numel():
             flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            buffers.append(memoryview(flat.numpy()))
+            buffers.append(bytes_of(flat))
             offset += flat.numel()
     if offset > PAYLOAD_LIMIT:
         raise ValueError(f"a message of {offset} bytes is over the channel's limit of {PAYLOAD_LIMIT}")
@@ -120,7 +125,9 @@ def pack(name: str, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
     return Packed(raw, buffers, offset)
 
 
-def parse_header(raw: bytes) -> tuple[str, dict[str, Any], list[tuple[torch.dtype, list[int], int, int]], int]:
+def parse_header(
+    raw: bytes,
+) -> tuple[str, dict[str, Any], list[tuple[torch.dtype, list[int], int, int]], int]:
     """Read a JSON header: name, header, `(dtype, shape, start, bytes)` per tensor, and the payload's length.
 
     Raises ChannelError with the reason where anything is not as `pack` writes it.
@@ -277,7 +284,9 @@ class Channel:
         the channel is of no more use.
         """
         self._fill(memoryview(self._prefix), between_frames=True)
-        magic, version, kind, zero, header_bytes, sequence, request, payload_bytes = PREFIX.unpack(self._prefix)
+        magic, version, kind, zero, header_bytes, sequence, request, payload_bytes = PREFIX.unpack(
+            self._prefix
+        )
         if magic != MAGIC:
             raise ChannelError("this is no frame of a rank group")
         if version != VERSION:
@@ -304,7 +313,7 @@ class Channel:
         except RuntimeError:
             raise ChannelError(f"no memory for a payload of {expected} bytes") from None
         if expected:
-            self._fill(memoryview(payload.numpy()))
+            self._fill(bytes_of(payload))
         return Frame(kind, request, bytes(raw), name, header, payload, tensors_of(layout, payload))
 
     def close(self) -> None:

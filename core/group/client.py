@@ -64,15 +64,15 @@ def check_devices(devices: Sequence[str], backend: str | None) -> tuple[list[str
     Raises ConfigError for an unusable name, a mixture of kinds, or a device used twice with nccl.
     """
     if isinstance(devices, str) or not devices:
-        raise ConfigError(f"devices must be a list with one name per rank, like ['cuda:0', 'cuda:1'], not {devices!r}")
+        raise ConfigError(
+            f"devices must be a list with one name per rank, like ['cuda:0', 'cuda:1'], not {devices!r}"
+        )
     names = []
     for name in devices:
         try:
             device = torch.device(name)
         except (RuntimeError, TypeError):
-            raise ConfigError(
-                f"{name!r} is no device; ranks run on devices like 'cuda:0' or 'cpu'"
-            ) from None
+            raise ConfigError(f"{name!r} is no device; ranks run on devices like 'cuda:0' or 'cpu'") from None
         if device.type not in ("cuda", "cpu"):
             raise ConfigError(f"device {name!r}: ranks run on cuda or cpu devices, not on {device.type}")
         names.append("cpu" if device.type == "cpu" else f"cuda:{device.index or 0}")
@@ -501,7 +501,9 @@ class _Line:
             rebuilt = rebuild(described, log_dir=self.log_dir, note=note)
             if isinstance(rebuilt, RankError):
                 return rebuilt
-            return cast(RankError, rebuilt) if not started else RankError(str(rebuilt), rank=rank, device=device)
+            return (
+                cast(RankError, rebuilt) if not started else RankError(str(rebuilt), rank=rank, device=device)
+            )
         during = ""
         if not started:
             during = f" while starting ({told.get('doing') or 'importing torch'})"
@@ -603,7 +605,9 @@ class _Line:
         silent = now - self._pulse.get(0, life.HEARTBEAT)
         if silent > self._heartbeat_timeout + 2.0:
             self._fail(
-                RankError(f"The launcher of the ranks has not moved for {silent:.0f} s.\nLogs: {self.log_dir}")
+                RankError(
+                    f"The launcher of the ranks has not moved for {silent:.0f} s.\nLogs: {self.log_dir}"
+                )
             )
             self.check()
 

@@ -44,12 +44,13 @@ def describe(error: BaseException, rank: int, device: str) -> dict[str, Any]:
 
 
 def choose(described: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Of the errors of all ranks, the one that tells the cause: out of memory first, then the lowest rank."""
+    """Of the errors of all ranks, the one that tells the cause.
+
+    Out of memory comes first, a rank that only stopped for another's sake last, and of equals the lowest rank.
+    """
     present = [error for error in described if error]
-    for error in present:
-        if error["type"] == RankOutOfMemory.__name__:
-            return error
-    return present[0]
+    order = {RankOutOfMemory.__name__: 0, Cancelled.__name__: 2}
+    return min(present, key=lambda error: order.get(error["type"], 1))
 
 
 def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str = "") -> TPError:

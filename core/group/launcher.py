@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from . import pulse as life
 from .failure import exit_cause
@@ -118,7 +118,9 @@ class Launcher:
             if failure is None:
                 return
             if failure.get("self_test") and attempt == 0:
-                note = "The collectives gave wrong sums on these devices; started again with NCCL_P2P_DISABLE=1."
+                note = (
+                    "The collectives gave wrong sums on these devices; started again with NCCL_P2P_DISABLE=1."
+                )
                 log.warning(note)
                 self.tell("note", text=note)
                 extra = {"NCCL_P2P_DISABLE": "1"}
@@ -326,6 +328,7 @@ class Launcher:
 
     def _kill(self) -> None:
         """SIGKILL every rank with whatever it started, and reap it."""
+        log.info("ending ranks %s", self.pids)
         for pid in self.pids.values():
             for kill in (os.killpg, os.kill):
                 try:
@@ -356,7 +359,7 @@ def innermost_frame(stacks: str) -> str:
     return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run as the launcher; started by `RankGroup.start`."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
     # Whatever prints goes to the log; only this stream speaks to the client.
@@ -364,7 +367,7 @@ def main() -> None:
     os.dup2(2, 1)
     line = read_line(0, CONFIG_LIMIT, CONFIG_TIMEOUT)
     if not line:
-        return
+        os._exit(1)
     config = json.loads(line)
     folder = private_folder()
     launcher = None
@@ -382,3 +385,6 @@ def main() -> None:
             launcher.end()
         shutil.rmtree(folder, ignore_errors=True)
         (Path(config["log_dir"]) / RUNNING).unlink(missing_ok=True)
+    # Torch's own teardown takes long, and the client waits for this process.
+    logging.shutdown()
+    os._exit(0)

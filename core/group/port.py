@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ log = logging.getLogger("comfy_tp.port")
 
 STRANGERS = 8
 WAITING_COMMANDS = 8
+# Above every request's number: a client that left wants none of its answers.
+CLIENT_LEFT = 1 << 64
 
 
 @dataclass
@@ -87,7 +89,9 @@ class ClientPort:
         self._client: Client | None = None
         self._closed = False
 
-    def start(self) -> None:
+    def start(self, on_cancel: Callable[[int], None]) -> None:
+        """Begin to listen. `on_cancel(request)` is called in the reader's thread: requests up to that one."""
+        self._on_cancel = on_cancel
         self._listener.settimeout(wire.WAKE)
         self._listener.listen(STRANGERS)
         threading.Thread(target=self._accept, name="comfy_tp port", daemon=True).start()
@@ -147,6 +151,8 @@ class ClientPort:
         finally:
             channel.close()
             if client is not None:
+                client.cancel(CLIENT_LEFT)
+                self._on_cancel(CLIENT_LEFT)
                 with self._lock:
                     if self._client is client:
                         self._client = None
@@ -164,6 +170,7 @@ class ClientPort:
             frame = client.channel.receive()
             if frame.kind == wire.CANCEL:
                 client.cancel(frame.request)
+                self._on_cancel(frame.request)
             elif frame.kind == wire.COMMAND:
                 if frame.request <= newest:
                     raise ChannelError(f"request {frame.request} after request {newest}")

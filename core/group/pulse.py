@@ -16,6 +16,8 @@ NOTE = 48
 NOTE_BYTES = SLOT - NOTE
 
 HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST = range(6)
+# In the launcher's slot, written by rank 0: the command that was cancelled.
+STOP = 1
 STARTING, IDLE, BUSY, FAILED = 0, 1, 2, 3
 
 
@@ -59,6 +61,7 @@ class RankPulse:
         self.slowest = 0.0
         self.state = STARTING
         self.steps = 0
+        self.command = 0
         self.progress_at = self._last
 
     def start(self) -> None:
@@ -79,6 +82,7 @@ class RankPulse:
     def begin(self, command: int, note: str) -> None:
         """A command starts."""
         self.steps = 0
+        self.command = command
         self._last = self.progress_at = time.monotonic()
         self._put(PROGRESS, self._last)
         self._put(COMMAND, command)
@@ -98,6 +102,22 @@ class RankPulse:
         self._put(STEP, self.steps)
         if note is not None and self._file is not None:
             self._file.set_note(self._slot, note)
+
+    def tell_to_stop(self, command: int) -> None:
+        """For rank 0: let `told_to_stop` be true on all ranks of this machine."""
+        if self._file is not None:
+            self._file.put(0, STOP, command)
+
+    def told_to_stop(self) -> bool:
+        """Whether this command was cancelled, or another rank has failed in it."""
+        if self._file is None:
+            return False
+        if self._file.get(0, STOP) == self.command:
+            return True
+        return any(
+            self._file.get(slot, STATE) == FAILED and self._file.get(slot, COMMAND) == self.command
+            for slot in range(1, self._file.degree + 1)
+        )
 
     def set_state(self, state: int) -> None:
         self.state = state

@@ -5,10 +5,10 @@ arguments; what rank 0 returns goes to the client. The tensors arrive on the CPU
 that keeps one keeps all of them. Built-in commands: `ping`, `echo` and `status`.
 
 Lockstep at the boundaries is kept by `_agree`, one small all-reduce on the control group, made by
-`check_cancelled` and at the end of every command. In it a rank says whether it goes on, has finished, wants to
-cancel (rank 0 alone) or has failed, and learns what all say. So a rank that raises takes the others out of their
-command at their next boundary, and the group stays usable. Ranks that wait in the model's own collectives for one
-that raised are ended by the launcher (`pulse`).
+`check_cancelled`, by `gather` and at the end of every command. In it a rank says whether it goes on, wants to
+cancel (rank 0 alone), has finished, was stopped or has failed, and learns what all say. So a rank that raises takes
+the others out of their command at their next boundary, and the group stays usable. Ranks that wait in the model's
+own collectives for one that raised are ended by the launcher (`pulse`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ EXIT_PEER_LOST = 86
 EXIT_SELF_TEST = 87
 
 # Ordered so that the largest and the smallest of all ranks' words tell everything.
-_GOES_ON, _CANCELS, _FINISHED, _FAILED = 0, 1, 2, 3
+_GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
 _NOTHING, _COMMAND = 0, 1
 _BLOCK = 4096
 _BLOCK_HEAD = struct.Struct("<QQQQ")
@@ -60,6 +60,10 @@ _BLOCK_HEAD = struct.Struct("<QQQQ")
 
 class PeerFailed(BaseException):
     """Another rank failed in this command. A BaseException, so that no command mistakes it for its own error."""
+
+
+class PeerStopped(BaseException):
+    """Another rank saw the cancel between two boundaries and has ended this command."""
 
 
 class LockstepBroken(BaseException):
@@ -95,7 +99,7 @@ class RankContext:
         self.models: dict[Any, Any] = {}
         self._pulse = pulse
         self._order: Order | None = None
-        self._numbers = torch.zeros(2, dtype=torch.int32)
+        self._numbers = torch.zeros(3, dtype=torch.int64)
 
     def report(self, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send an event to the client. Rank 0 alone does; elsewhere nothing happens."""
@@ -112,24 +116,38 @@ class RankContext:
         If another rank has failed, the command ends here too. Counts as progress.
         """
         self._pulse.mark()
-        wanted = self._order is None or self._order.client.wants(self._order.frame.request)
-        if self._agree(_GOES_ON if wanted else _CANCELS) == _CANCELS:
+        if self._agree(_GOES_ON if self._wanted() else _CANCELS)[0] == _CANCELS:
+            raise Cancelled("The command was cancelled.")
+
+    def stop_if_cancelled(self) -> None:
+        """Raise Cancelled on this rank alone, if the client cancelled or another rank has failed.
+
+        For long work without the others, such as reading files: cheap, no collective, any number of calls. A rank
+        that misses it meets the others at the next boundary; so let a `check_cancelled` follow before anything is
+        kept.
+        """
+        if not self._wanted() or self._pulse.told_to_stop():
             raise Cancelled("The command was cancelled.")
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (anything that JSON can say), on every rank, in rank order."""
+        """Every rank's value (anything that JSON can say), on every rank, in rank order. A boundary too."""
         text = json.dumps(value).encode()
-        size = torch.tensor([len(text)], dtype=torch.int64)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degree)]
-        self._collective(dist.all_gather, sizes, size)
-        longest = max(int(each) for each in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.degree)]
-        self._collective(dist.all_gather, parts, padded)
-        return [
-            json.loads(part[: int(each)].numpy().tobytes()) for part, each in zip(parts, sizes, strict=True)
-        ]
+        return self._all_texts(text, self._agree(_GOES_ON, len(text))[1])
+
+    def _wanted(self) -> bool:
+        return self._order is None or self._order.client.wants(self._order.frame.request)
+
+    def _all_texts(self, text: bytes, longest: int) -> list[Any]:
+        own = torch.frombuffer(
+            bytearray(len(text).to_bytes(8, "little") + text.ljust(longest)), dtype=torch.uint8
+        )
+        parts = [torch.empty_like(own) for _ in range(self.degree)]
+        self._collective(dist.all_gather, parts, own)
+        texts = []
+        for part in parts:
+            raw = part.numpy().tobytes()
+            texts.append(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+        return texts
 
     def _collective(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -137,19 +155,25 @@ class RankContext:
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
-    def _agree(self, state: int) -> int:
-        """What all ranks together say. Raises PeerFailed where this rank goes on and another failed."""
-        self._numbers[0] = state
-        self._numbers[1] = -state
-        self._collective(dist.all_reduce, self._numbers, dist.ReduceOp.MAX)
-        highest, lowest = int(self._numbers[0]), -int(self._numbers[1])
-        if highest == _FAILED:
-            if state in (_GOES_ON, _CANCELS):
+    def _agree(self, state: int, size: int = 0) -> tuple[int, int]:
+        """What all ranks together say, and the largest `size`.
+
+        Raises PeerFailed or PeerStopped where this rank goes on and another has failed or was stopped, and
+        LockstepBroken where some ranks have finished and others have not.
+        """
+        numbers = self._numbers
+        numbers[0], numbers[1], numbers[2] = state, -state, size
+        self._collective(dist.all_reduce, numbers, dist.ReduceOp.MAX)
+        highest, lowest, longest = numbers.tolist()
+        lowest = -lowest
+        if state in (_GOES_ON, _CANCELS):
+            if highest == _FAILED:
                 raise PeerFailed
-            return _FAILED
+            if highest == _STOPPED:
+                raise PeerStopped
         if highest == _FINISHED and lowest != _FINISHED:
             raise LockstepBroken
-        return highest
+        return highest, longest
 
 
 def ping(context: RankContext, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
@@ -160,6 +184,9 @@ def ping(context: RankContext, header: dict, tensors: list[torch.Tensor]) -> tup
 def echo(context: RankContext, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
     """Gives back what it got: measures the channel."""
     return header, tensors
+
+
+BUILT_IN: dict[str, Command] = {"ping": ping, "echo": echo}
 
 
 def resident_bytes() -> int:
@@ -222,7 +249,7 @@ def load_commands(where: str) -> dict[str, Command]:
     except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(f"the rank commands {where!r} cannot be loaded: {error}") from error
     status = make_status(getattr(module, "describe_models", None))
-    return {"ping": ping, "echo": echo, "status": status, **table}
+    return {**BUILT_IN, "status": status, **table}
 
 
 class CommandLoop:
@@ -246,6 +273,12 @@ class CommandLoop:
         self.raised_file = raised_file
         self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
         self._count = 0
+
+    def cancel(self, request: int) -> None:
+        """The client cancels: rank 0's reader calls this at once, whatever the main thread does."""
+        order = self.context._order
+        if order is not None and order.frame.request <= request:
+            self.context._pulse.tell_to_stop(self._count)
 
     def run(self) -> NoReturn:
         """Execute commands until the process ends; raises PeerLost where the group broke."""
@@ -276,12 +309,12 @@ class CommandLoop:
             context._collective(dist.broadcast, self._block, 0)
             rest = frame.raw[_BLOCK - _BLOCK_HEAD.size :]
             if rest:
-                context._collective(
-                    dist.broadcast, torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0
-                )
+                context._collective(dist.broadcast, torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
             if payload_bytes:
                 context._collective(dist.broadcast, frame.payload, 0)
         context._order = order
+        if not order.client.wants(frame.request):
+            context._pulse.tell_to_stop(self._count)
         try:
             answer = self._execute(frame.name, frame.header, frame.tensors)
         finally:
@@ -320,28 +353,37 @@ class CommandLoop:
     def _execute(self, name: str, header: dict, tensors: list[torch.Tensor]) -> wire.Packed | dict[str, Any]:
         """Run one command and agree on its end. The answer for the client: a packed reply or a described error."""
         context = self.context
-        answer, error, agreed = self._attempt(name, header, tensors)
-        tensors.clear()
-        if not agreed:
-            try:
-                if error is None or error["type"] == Cancelled.__name__:
-                    agreed = context._agree(_FINISHED) != _FAILED
-                else:
-                    self._note_failure(error)
-                    context._pulse.set_state(life.FAILED)
-                    context._agree(_FAILED)
-            except LockstepBroken:
-                error = error or self._lockstep_error(name)
-        if agreed and error is None and answer is not None:
+        answer: wire.Packed | None = None
+        error: dict[str, Any] | None = None
+        try:
+            answer, error = self._attempt(name, header, tensors)
+            tensors.clear()
+            if error is None:
+                state = context._agree(_FINISHED)[0]
+            elif error["type"] == Cancelled.__name__:
+                state = context._agree(_STOPPED)[0]
+            else:
+                self._note_failure(error)
+                context._pulse.set_state(life.FAILED)
+                state = context._agree(_FAILED)[0]
+        except PeerFailed:
+            state = _FAILED
+        except PeerStopped:
+            state = _STOPPED
+        except LockstepBroken:
+            text = f"The ranks left the lockstep in command {name!r}: boundaries were not met equally often."
+            error = describe(RankError(text, rank=context.rank), context.rank, str(context.device))
+            state = _FAILED
+        if state == _FINISHED and answer is not None:
             return answer
-        if agreed and error is not None and error["type"] == Cancelled.__name__:
-            return error
-        return self._conclude(name, error)
+        if state == _STOPPED:
+            return error or describe(Cancelled("The command was cancelled."), 0, str(context.device))
+        return self._conclude(error)
 
     def _attempt(
         self, name: str, header: dict, tensors: list[torch.Tensor]
-    ) -> tuple[wire.Packed | None, dict[str, Any] | None, bool]:
-        """The command itself: `(answer, error, whether the end is already agreed on)`."""
+    ) -> tuple[wire.Packed | None, dict[str, Any] | None]:
+        """The command itself: its packed answer, or its described error."""
         context = self.context
         try:
             command = self.commands.get(name)
@@ -351,11 +393,7 @@ class CommandLoop:
             reply_header, reply_tensors = command(context, header, tensors)
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)
-            return wire.pack("", reply_header, reply_tensors if context.rank == 0 else ()), None, False
-        except PeerFailed:
-            return None, None, True
-        except LockstepBroken:
-            return None, self._lockstep_error(name), True
+            return wire.pack("", reply_header, reply_tensors if context.rank == 0 else ()), None
         except Exception as error:
             described = describe(error, context.rank, str(context.device))
             if not isinstance(error, Cancelled):
@@ -366,17 +404,17 @@ class CommandLoop:
                 gc.collect()
                 if context.device.type == "cuda":
                     torch.cuda.empty_cache()
-            return None, described, False
+            return None, described
 
-    def _conclude(self, name: str, error: dict[str, Any] | None) -> dict[str, Any]:
+    def _conclude(self, error: dict[str, Any] | None) -> dict[str, Any]:
         """Exchange the errors of all ranks after a failure, and see that no device work is left behind."""
         context = self.context
         if context.device.type == "cuda" and dist.get_backend(context.data_group) == "nccl":
             self._await_device()
-        errors = context.gather(error)
-        if not any(errors):
-            return self._lockstep_error(name)
-        return choose(errors)
+        text = json.dumps(error).encode()
+        sizes = torch.tensor([len(text)], dtype=torch.int64)
+        context._collective(dist.all_reduce, sizes, dist.ReduceOp.MAX)
+        return choose(context._all_texts(text, int(sizes[0])))
 
     def _await_device(self) -> None:
         # A peer that raised may have left a collective open on this rank's stream; then the group is lost, and
@@ -395,10 +433,6 @@ class CommandLoop:
             unfinished = self.raised_file.with_suffix(".part")
             unfinished.write_text(json.dumps(error))
             unfinished.replace(self.raised_file)
-
-    def _lockstep_error(self, name: str) -> dict[str, Any]:
-        text = f"The ranks left the lockstep in command {name!r}: check_cancelled was not called equally often."
-        return describe(RankError(text, rank=self.context.rank), self.context.rank, str(self.context.device))
 
 
 def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: torch.device) -> str | None:
@@ -438,13 +472,14 @@ def open_device(name: str, rank: int) -> torch.device:
 
 def join_group(
     device: torch.device, backend: str, timeout: float, **rendezvous: Any
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
     """Join the process groups: `(data group, control group)`; the control group is always gloo."""
     limit = timedelta(seconds=timeout)
-    bound = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, timeout=limit, **bound, **rendezvous)
+    if backend == "nccl":
+        rendezvous["device_id"] = device
+    dist.init_process_group(backend, timeout=limit, **rendezvous)
     control = dist.new_group(backend="gloo", timeout=limit)
-    return dist.group.WORLD, control
+    return dist.group.WORLD, cast(dist.ProcessGroup, control)
 
 
 def end_with_lifetime() -> None:
@@ -530,14 +565,16 @@ def _serve(folder: Path, rank: int) -> NoReturn:
     if rank == 0:
         description = {"devices": devices, "backend": config["backend"], "pid": os.getpid()}
         port = ClientPort(unix_listener(folder / "socket"), token, description)
-        port.start()
     pulse.mark("ready")
     pulse.slowest = 0.0
-    CommandLoop(
+    loop = CommandLoop(
         context,
         commands,
         port,
         keepalive=config["keepalive"],
         error_grace=config["error_grace"],
         raised_file=folder / f"raised-{rank}.json",
-    ).run()
+    )
+    if port is not None:
+        port.start(on_cancel=loop.cancel)
+    loop.run()
