@@ -167,7 +167,7 @@ def deis_weights(sigmas: Sequence[float], i: int, count: int) -> Sequence[float]
     return [float((sigma_rate * lagrange(nodes, j, t)).sum() * step) for j in range(count)]
 
 
-def lagrange(nodes: Sequence[float], j: int, at: Any) -> Any:
+def lagrange(nodes: Any, j: int, at: Any) -> Any:
     """The polynomial that is 1 at `nodes[j]` and 0 at the other nodes, evaluated `at` a number or tensor."""
     value = 1.0
     for k, node in enumerate(nodes):
@@ -339,7 +339,9 @@ def _joined(first: Condition, second: Condition) -> Condition:
         first,
         context=torch.cat([first.context, second.context]),
         references=[torch.cat(pair) for pair in zip(first.references, second.references, strict=True)],
-        pooled=None if first.pooled is None else torch.cat([first.pooled, second.pooled]),
+        pooled=None
+        if first.pooled is None or second.pooled is None
+        else torch.cat([first.pooled, second.pooled]),
     )
 
 
