@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import quant
 from .plan import Colwise, LinearStyle, Rowwise, RowwiseSplitInput
 from .ranks import Ranks
 from .shard import ShardSpec
@@ -17,13 +18,15 @@ from .shard import ShardSpec
 class ShardedLinear(nn.Module):
     """One rank's part of an `nn.Linear`. `weight` [out, in] and `bias` [out] have the local shapes of their specs.
 
-    `specs` are the layouts of the parameters by name; `in_features` and `out_features` are local.
+    `specs` are the layouts of the parameters by name; `in_features` and `out_features` are local. With `scales` the
+    weight is fp8 and stays so.
     """
 
     def __init__(self, linear: nn.Linear, specs: dict[str, ShardSpec], ranks: Ranks):
         super().__init__()
         self.specs = specs
         self.ranks = ranks
+        self.scales: quant.Scales | None = None
         self.out_features, self.in_features = specs["weight"].local_shape
         for name in ("weight", "bias"):
             full = getattr(linear, name)
@@ -37,11 +40,20 @@ class ShardedLinear(nn.Module):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] times the local weight, plus `bias` [out] where given: [..., out]."""
+        if self.scales is not None:
+            return quant.product(x, self.weight, self.scales, bias)
         return F.linear(x, self.weight, bias)
 
     def extra_repr(self) -> str:
         spec = self.specs["weight"]
         return f"in={self.in_features}, out={self.out_features}, dim={spec.dim}, blocks={list(spec.blocks)}"
+
+
+class ReplicatedLinear(ShardedLinear):
+    """A Linear that every rank holds whole, where its weight is fp8: x [..., in] -> [..., out]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.bias)
 
 
 class ColwiseLinear(ShardedLinear):

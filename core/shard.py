@@ -119,6 +119,22 @@ class ShardSpec:
         stretches = tuple((start * inner, (stop - start) * inner) for start, stop in self.ranges(rank))
         return Runs(prod(self.shape[: self.dim]), self.shape[self.dim] * inner, stretches)
 
+    def overlap(self, rank: int, dim: int, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+        """What `rank` holds of the indices [start, stop) of the full tensor along `dim`, in local order.
+
+        Stretches (offset in the rank's part, offset in [start, stop), length), none of them empty. Serves patches
+        that cover a part of a weight, packed blocks cut through or not.
+        """
+        ranges = self.ranges(rank) if dim == self.dim else ((0, self.shape[dim]),)
+        stretches: list[tuple[int, int, int]] = []
+        local = 0
+        for first, last in ranges:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                stretches.append((local + low - first, low - start, high - low))
+            local += last - first
+        return tuple(stretches)
+
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of the full `tensor` that `rank` holds, contiguous and in storage of its own.
 
