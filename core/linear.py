@@ -19,7 +19,7 @@ class ShardedLinear(nn.Module):
     """One rank's part of an `nn.Linear`. `weight` [out, in] and `bias` [out] have the local shapes of their specs.
 
     `specs` are the layouts of the parameters by name; `in_features` and `out_features` are local. With `scales` the
-    weight is fp8 and stays so.
+    weight is fp8 and stays so. `side` is a low-rank product added to the weight's own (a LoRA that is not merged).
     """
 
     def __init__(self, linear: nn.Linear, specs: dict[str, ShardSpec], ranks: Ranks):
@@ -27,6 +27,7 @@ class ShardedLinear(nn.Module):
         self.specs = specs
         self.ranks = ranks
         self.scales: quant.Scales | None = None
+        self.register_module("side", None)
         self.out_features, self.in_features = specs["weight"].local_shape
         for name in ("weight", "bias"):
             full = getattr(linear, name)
@@ -41,8 +42,10 @@ class ShardedLinear(nn.Module):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] times the local weight, plus `bias` [out] where given: [..., out]."""
         if self.scales is not None:
-            return quant.product(x, self.weight, self.scales, bias)
-        return F.linear(x, self.weight, bias)
+            y = quant.product(x, self.weight, self.scales, bias)
+        else:
+            y = F.linear(x, self.weight, bias)
+        return y if self.side is None else self.side.add_to(y, x)
 
     def extra_repr(self) -> str:
         spec = self.specs["weight"]

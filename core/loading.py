@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import quant
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, check, choose_layout
 from .checkpoint.reader import ReadReport, Wanted, read_shards
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, UnsupportedError
+from .linear import ReplicatedLinear, ShardedLinear
 from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of
 from .parallelize import apply_plan, resolve
+from .plan import ResolvedPlan
 from .ranks import Ranks
+from .shard import ShardSpec
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+_REGISTERING = threading.Lock()  # one thread at a time replaces nn.Module.register_parameter
+QUANTISE_BYTES = 1 << 30  # float weights that wait at once to be quantised
 HUB_OPTIONS = ("revision", "cache_dir", "local_files_only", "token")
 
 
@@ -28,7 +40,8 @@ HUB_OPTIONS = ("revision", "cache_dir", "local_files_only", "token")
 class OpenedModel:
     """A checkpoint whose model is known: headers read, nothing allocated.
 
-    `pieces` maps each parameter to the rows of the file's tensors that make it up.
+    `pieces` maps each parameter to the rows of the file's tensors that make it up; `scales` has the modules of the
+    file whose weight is fp8.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +51,7 @@ class OpenedModel:
     layout: FileLayout
     skeleton: nn.Module
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    scales: dict[str, quant.Scales] = field(default_factory=dict)
 
 
 def from_pretrained(
@@ -132,7 +146,10 @@ def open_model(
     opened = OpenedModel(checkpoint, architecture, model_class, config, layout, skeleton)
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     persistent = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(skeleton)}
-    opened.pieces = check(checkpoint, layout, {**shapes, **persistent}, ignored=architecture.ignored)
+    quant.refuse_packed(checkpoint.entries.values())
+    ignored = (*quant.SIDE_TENSORS, *architecture.ignored)
+    opened.pieces = check(checkpoint, layout, {**shapes, **persistent}, ignored=ignored)
+    opened.scales = quant.read_scales(checkpoint)
     return opened
 
 
@@ -147,39 +164,143 @@ def load_opened(
 ) -> tuple[nn.Module, ReadReport]:
     """Read this rank's shards of an opened model onto `ranks.device`; the model is complete when it returns.
 
-    `dtype` None keeps the dtype that most of the file is stored in.
+    `dtype` None keeps every weight as stored; a float dtype casts all of them (fp8 is scaled); float8_e4m3fn quantises
+    the planned Linears while they are read, and keeps the rest as stored.
     """
     config = config or TensorParallelConfig(ranks.degree)
     model = opened.skeleton
     plan = resolve(model, config, opened.architecture)
-    compute = dtype or stored_dtype(opened)
-    buffers = dict(persistent_buffers(model))
-    wanted: dict[str, Wanted] = {}
-    for name, spec in plan.specs.items():
-        wanted[name] = Wanted(spec, opened.pieces[name], _dtype_of(model, name, compute))
-    for name, buffer in buffers.items():
-        from .shard import ShardSpec
-
-        wanted[name] = Wanted(
-            ShardSpec.replicated(buffer.shape, ranks.degree), opened.pieces[name], buffer.dtype
-        )
+    storage = storage_of(opened, plan, dtype, ranks.device)
+    specs = dict(plan.specs)
+    for name, buffer in persistent_buffers(model):
+        specs[name] = ShardSpec.replicated(buffer.shape, ranks.degree)
+    wanted = {name: Wanted(spec, opened.pieces[name], storage.dtypes[name]) for name, spec in specs.items()}
     apply_plan(model, plan, ranks, opened.architecture)
-    shards, report = read_shards(
-        opened.checkpoint,
-        wanted,
-        rank=ranks.rank,
-        degree=ranks.degree,
-        group=ranks.group,
-        device=ranks.device,
-        progress=progress,
-        cancelled=cancelled,
+    for name, scales in storage.kept.items():
+        hold_fp8(model, name.removesuffix(".weight"), scales, plan, ranks)
+    reports = []
+    groups = read_groups(wanted, storage.quantised)
+    total = sum(_local_bytes(want) for want in wanted.values())
+    before = 0
+    for group in groups:
+        share = sum(_local_bytes(wanted[name]) for name in group) / max(total, 1)
+
+        def group_progress(done: int, of: int, before: int = before, share: float = share) -> None:
+            if progress is not None:
+                whole = int(of / share) if share else of
+                progress(min(before + done, whole), max(whole, before + of))
+
+        shards, report = read_shards(
+            opened.checkpoint,
+            {name: wanted[name] for name in group},
+            rank=ranks.rank,
+            degree=ranks.degree,
+            group=ranks.group,
+            device=ranks.device,
+            progress=group_progress,
+            cancelled=cancelled,
+        )
+        before += report.bytes_read
+        reports.append(report)
+        for name in group:
+            if name in storage.scaled:
+                shards[name].mul_(storage.scaled[name])
+            if name in storage.quantised:
+                shards[name], scale = quant.quantise(shards[name])
+                hold_fp8(model, name.removesuffix(".weight"), quant.Scales(scale), plan, ranks)
+        place(model, shards)
+    finish(model, ranks.device)
+    model.tensor_parallel.compute_dtype = storage.compute
+    return model.eval(), joined_report(reports)
+
+
+@dataclass
+class Storage:
+    """How each parameter is held: `dtypes` to read it in; fp8 weights `kept` with their scales, or cast and then
+    `scaled`; float weights `quantised` after reading."""
+
+    compute: torch.dtype
+    dtypes: dict[str, torch.dtype]
+    kept: dict[str, quant.Scales] = field(default_factory=dict)
+    scaled: dict[str, float] = field(default_factory=dict)
+    quantised: set[str] = field(default_factory=set)
+
+
+def storage_of(
+    opened: OpenedModel, plan: ResolvedPlan, dtype: torch.dtype | None, device: torch.device
+) -> Storage:
+    """Decide how each parameter of an opened model is held for the asked `dtype` (see `load_opened`)."""
+    to_fp8 = dtype == torch.float8_e4m3fn
+    compute = dtype if dtype is not None and not to_fp8 else stored_dtype(opened, device)
+    storage = Storage(compute, {})
+    linears = {
+        f"{path}.weight" for path, module in opened.skeleton.named_modules() if isinstance(module, nn.Linear)
+    }
+    for name, pieces in opened.pieces.items():
+        entry = opened.checkpoint.entries[pieces[0].tensor]
+        storage.dtypes[name] = _dtype_of(opened.skeleton, name, compute)
+        if entry.dtype in quant.FP8:
+            scales = opened.scales.get(pieces[0].tensor.removesuffix(".weight"), quant.Scales())
+            if name in linears and (dtype is None or to_fp8):
+                storage.dtypes[name] = entry.torch_dtype
+                storage.kept[name] = scales
+            elif scales.weight != 1.0:
+                storage.scaled[name] = scales.weight
+        elif to_fp8 and name in linears and name.removesuffix(".weight") in plan.styles:
+            storage.quantised.add(name)
+    for name, buffer in persistent_buffers(opened.skeleton):
+        storage.dtypes[name] = buffer.dtype
+    return storage
+
+
+def hold_fp8(model: nn.Module, path: str, scales: quant.Scales, plan: ResolvedPlan, ranks: Ranks) -> None:
+    """Make the Linear at `path` one that keeps its weight in fp8 with `scales`."""
+    module = model.get_submodule(path)
+    if not isinstance(module, ShardedLinear):
+        specs = {name: plan.specs[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)}
+        parent, _, last = path.rpartition(".")
+        module = ReplicatedLinear(module, specs, ranks)
+        model.get_submodule(parent)._modules[last] = module
+    module.scales = scales
+
+
+def read_groups(wanted: Mapping[str, Wanted], quantised: Collection[str]) -> list[list[str]]:
+    """Parameter names in the groups they are read in: all that are held as read, then those to quantise bit by bit,
+    so that never more than `QUANTISE_BYTES` wait in their full width."""
+    groups = [[name for name in wanted if name not in quantised]]
+    size = QUANTISE_BYTES
+    for name in wanted:
+        if name in quantised:
+            nbytes = _local_bytes(wanted[name])
+            if size + nbytes > QUANTISE_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += nbytes
+    return [group for group in groups if group]
+
+
+def joined_report(reports: Sequence[ReadReport]) -> ReadReport:
+    """One report of several reads, one after the other."""
+    return ReadReport(
+        bytes_read=sum(report.bytes_read for report in reports),
+        bytes_kept=sum(report.bytes_kept for report in reports),
+        bytes_broadcast=sum(report.bytes_broadcast for report in reports),
+        calls=sum(report.calls for report in reports),
+        threads=max(report.threads for report in reports),
+        seconds=sum(report.seconds for report in reports),
     )
-    assign(model, shards, ranks.device)
-    return model.eval(), report
 
 
-def assign(model: nn.Module, shards: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put `shards` in place of the model's meta parameters and persistent buffers; move other buffers to `device`."""
+def _local_bytes(want: Wanted) -> int:
+    size = want.dtype.itemsize if want.dtype is not None else 4
+    for length in want.spec.local_shape:
+        size *= length
+    return size
+
+
+def place(model: nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
+    """Put `shards` in place of the model's meta parameters and persistent buffers."""
     for name, tensor in shards.items():
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
@@ -187,6 +308,10 @@ def assign(model: nn.Module, shards: Mapping[str, torch.Tensor], device: torch.d
             module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
         else:
             module._buffers[last] = tensor
+
+
+def finish(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers that no checkpoint holds to `device`, and make sure that no parameter was left out."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -196,8 +321,11 @@ def assign(model: nn.Module, shards: Mapping[str, torch.Tensor], device: torch.d
         raise CheckpointError(f"No weights were read for {len(left)} parameters, first '{left[0]}'.")
 
 
-def stored_dtype(opened: OpenedModel) -> torch.dtype:
-    """The dtype that holds most of the checkpoint's unquantised bytes; float32 for a file without any."""
+def stored_dtype(opened: OpenedModel, device: torch.device) -> torch.dtype:
+    """The dtype that holds most of the checkpoint's unquantised bytes.
+
+    A file that is fp8 throughout computes in bfloat16, on the CPU in float32.
+    """
     held: Counter[str] = Counter()
     for pieces in opened.pieces.values():
         for piece in pieces:
@@ -205,7 +333,9 @@ def stored_dtype(opened: OpenedModel) -> torch.dtype:
             if entry.dtype in ("F32", "BF16", "F16"):
                 held[entry.dtype] += entry.nbytes
     names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return names[held.most_common(1)[0][0]] if held else torch.float32
+    if held:
+        return names[held.most_common(1)[0][0]]
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,21 +360,23 @@ def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
 
 @contextlib.contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Inside, parameters move to the meta device as soon as a module registers them, before they are initialised."""
-    register = nn.Module.register_parameter
+    """Inside, this thread's parameters move to the meta device as soon as a module registers them, uninitialised."""
+    thread = threading.get_ident()
+    with _REGISTERING:
+        register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(
-                parameter.to("meta"), requires_grad=parameter.requires_grad
-            )
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
+                module._parameters[name] = nn.Parameter(
+                    parameter.to("meta"), requires_grad=parameter.requires_grad
+                )
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> Architecture:

@@ -22,6 +22,7 @@ class ShardedState:
         self.architecture = architecture
         self.plan = plan
         self.ranks = ranks
+        self.compute_dtype: torch.dtype | None = None
 
 
 def resolve(
@@ -45,12 +46,12 @@ def apply_plan(model: nn.Module, plan: ResolvedPlan, ranks: Ranks, architecture:
         layers: dict[int, nn.Module] = {}
         for path, style in plan.styles.items():
             module = model.get_submodule(path)
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            specs = {name: plan.specs[f"{path}.{name}" if path else name] for name in names}
             if isinstance(style, LinearStyle):
-                names = [name for name, _ in module.named_parameters(recurse=False)]
-                specs = {name: plan.specs[f"{path}.{name}"] for name in names}
                 layers[id(module)] = layer_class(style)(module, specs, ranks)
             else:
-                layers[id(module)] = style.local(module, path, plan, ranks)
+                layers[id(module)] = style.local(module, specs, ranks)
         for parent in list(model.modules()):
             for name, child in list(parent._modules.items()):
                 if id(child) in layers:

@@ -39,8 +39,7 @@ class ResidentModel:
     ) -> ResidentModel:
         """Read this rank's shards of `opened`; errors as in `load_opened`."""
         module, report = load_opened(opened, ranks, dtype=dtype, progress=progress, cancelled=cancelled)
-        compute = next((p.dtype for p in module.parameters() if p.dtype.itemsize > 1), torch.float32)
-        return cls(opened, module, ranks, dtype or compute, report)
+        return cls(opened, module, ranks, module.tensor_parallel.compute_dtype, report)
 
     @property
     def resident_bytes(self) -> int:

@@ -20,6 +20,7 @@ from ..models import architecture_named
 from ..parallelize import resolve
 from ..ranks import Ranks
 from ..resident import ResidentModel, release_cache
+from ..sampling import run_sample
 
 Result = tuple[dict[str, Any], list[torch.Tensor]]
 
@@ -82,6 +83,11 @@ def forward(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -
     return {}, [_model(context, header).forward(header, tensors).cpu()]
 
 
+def sample(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """The whole denoising loop; rank 0 reports `step` events."""
+    return run_sample(context, _model(context, header), header, tensors)
+
+
 def park(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
     """Move a model's shards to host memory."""
     freed = _model(context, header).park()
@@ -97,10 +103,27 @@ def unload(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) ->
     return {"freed": sum(context.gather(freed))}, []
 
 
+def describe_models(context: Any) -> dict[str, Any]:
+    """What `status` tells of this rank's models."""
+    return {
+        "models": [
+            {
+                "model": key,
+                "source": model.opened.checkpoint.path,
+                "architecture": model.opened.architecture.name,
+                "resident_bytes": model.resident_bytes,
+                "parked": model.parked,
+            }
+            for key, model in context.models.items()
+        ]
+    }
+
+
 COMMANDS = {
     "load": load,
     "keep": keep,
     "forward": forward,
+    "sample": sample,
     "park": park,
     "unload": unload,
 }

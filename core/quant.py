@@ -1,0 +1,281 @@
+"""fp8 weights with one scale per tensor: how files declare them, and the product of a layer that keeps them.
+
+A scalar scale belongs to every shard of its tensor alike, so a shard stays fp8 and the scale travels with it.
+Sources: the quantisation notes of ComfyUI (`_quantization_metadata`, `.comfy_quant`, and the older `scaled_fp8`),
+and the OCP 8-bit floating point specification (largest finite values 448 and 57344).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .checkpoint.files import Checkpoint
+from .checkpoint.header import TensorEntry
+from .errors import CheckpointError, UnsupportedError
+
+FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+SIDE_TENSORS = (
+    "*.weight_scale",
+    "*.input_scale",
+    "*.scale_weight",
+    "*.scale_input",
+    "*.comfy_quant",
+    "scaled_fp8",
+)
+SMALL_TENSOR = 4096  # bytes; scales and declarations are smaller
+
+# What to use in place of formats that cannot be sharded, by their names in the files.
+INSTEAD = "Use the fp8 file of the same model (for example flux2_dev_fp8mixed.safetensors) or the bf16 one"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of one file module whose weight is fp8: its weight scale, input scale where given, and how to multiply."""
+
+    weight: float = 1.0
+    input: float | None = None
+    full_precision: bool = False
+
+
+def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
+    """The scales of every file module (name without `.weight`) whose weight is stored as fp8.
+
+    Accepts the three ways in which files declare quantisation, per layer and mixed with bf16, and fp8 weights
+    without any scale. Raises `UnsupportedError` for another format by its name, `CheckpointError` when a declared
+    layer has no fp8 weight or no scale, or a scale is not one finite positive number.
+    """
+    declared = _declared(checkpoint)
+    marker = next((name for name in checkpoint.entries if name.rpartition(".")[2] == "scaled_fp8"), None)
+    old_style = marker is not None
+    old_full_precision = old_style and _elements(checkpoint.entries[marker]) == 2
+    scales: dict[str, Scales] = {}
+    for module, settings in declared.items():
+        _check_format(checkpoint, module, settings)
+    for name, entry in checkpoint.entries.items():
+        module, _, last = name.rpartition(".")
+        if last != "weight" or entry.dtype not in FP8:
+            continue
+        weight = _scalar(checkpoint, (f"{module}.weight_scale", f"{module}.scale_weight"))
+        given = _scalar(checkpoint, (f"{module}.input_scale", f"{module}.scale_input"))
+        if weight is None and (module in declared or (old_style and marker_covers(marker, name))):
+            raise CheckpointError(
+                f"{entry.path}: '{name}' is declared as quantised but has no scale ('{module}.weight_scale'). The file "
+                f"is incomplete; download it again."
+            )
+        settings = declared.get(module, {})
+        scales[module] = Scales(
+            weight if weight is not None else 1.0,
+            given if given is not None and not (old_style and given == 1.0) else None,
+            bool(settings.get("full_precision_matrix_mult", False)) or old_full_precision,
+        )
+    return scales
+
+
+def marker_covers(marker: str | None, name: str) -> bool:
+    """Whether the old `scaled_fp8` marker (with the file's prefix) speaks of the tensor `name`."""
+    return marker is not None and name.startswith(marker.removesuffix("scaled_fp8"))
+
+
+def _declared(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Module -> its quantisation settings, from the header's metadata and the `.comfy_quant` tensors."""
+    declared: dict[str, dict[str, Any]] = {}
+    text = checkpoint.metadata.get("_quantization_metadata")
+    if text is not None:
+        layers = _json_object(text, f"{checkpoint.path}: `_quantization_metadata`").get("layers")
+        if not isinstance(layers, dict):
+            raise CheckpointError(
+                f"{checkpoint.path}: `_quantization_metadata` lists no layers. Download the file again."
+            )
+        for module, settings in layers.items():
+            declared[_with_prefix(checkpoint, module)] = _settings(settings)
+    for name, entry in checkpoint.entries.items():
+        if name.endswith(".comfy_quant"):
+            raw = _read_small(entry).decode(errors="replace")
+            declared[name.removesuffix(".comfy_quant")] = _settings(
+                _json_object(raw, f"{entry.path}: '{name}'")
+            )
+    return declared
+
+
+def _with_prefix(checkpoint: Checkpoint, module: str) -> str:
+    """The name of a declared module in the file: the metadata may leave out the file's prefix."""
+    for prefix in ("", "model.diffusion_model.", "diffusion_model."):
+        if f"{prefix}{module}.weight" in checkpoint.entries:
+            return prefix + module
+    return module
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    return {"format": value} if isinstance(value, str) else dict(value)
+
+
+def _json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not a JSON object. Download the file again.")
+    return value
+
+
+def _check_format(checkpoint: Checkpoint, module: str, settings: Mapping[str, Any]) -> None:
+    name = settings.get("format")
+    if name not in FORMATS:
+        raise UnsupportedError(
+            f"{checkpoint.path}: layer '{module}' is quantised as {name}, which cannot be sharded yet. {INSTEAD}."
+        )
+    entry = checkpoint.entries.get(f"{module}.weight")
+    if entry is None or entry.dtype != FORMATS[name]:
+        stored = f"stored as {entry.dtype}" if entry is not None else "missing"
+        raise CheckpointError(
+            f"{checkpoint.path}: layer '{module}' is declared as {name}, but '{module}.weight' is {stored}. Download "
+            f"the file again."
+        )
+
+
+def refuse_packed(entries: Iterable[TensorEntry]) -> None:
+    """Refuse files whose weights are packed in whole numbers or fp4 (nvfp4, int8, svdquant) by what they hold."""
+    for entry in entries:
+        last = entry.name.rpartition(".")[2]
+        if last in ("weight_scale_2", "qweight", "absmax", "quant_map") or (
+            last == "weight" and entry.dtype in ("U8", "I8", "F4") and len(entry.shape) == 2
+        ):
+            kinds = {
+                "weight_scale_2": "nvfp4",
+                "qweight": "SVDQuant or AWQ",
+                "absmax": "bitsandbytes",
+                "F4": "fp4",
+            }
+            kind = kinds.get(last) or kinds.get(entry.dtype) or f"{entry.dtype} packed"
+            raise UnsupportedError(
+                f"{entry.path}: '{entry.name}' is {kind} weights, which cannot be sharded yet. {INSTEAD}."
+            )
+
+
+def _scalar(checkpoint: Checkpoint, names: tuple[str, ...]) -> float | None:
+    """The value of the first of `names` that the file holds."""
+    entry = next((checkpoint.entries[name] for name in names if name in checkpoint.entries), None)
+    if entry is None:
+        return None
+    if _elements(entry) != 1 or entry.dtype not in ("F32", "BF16", "F16"):
+        raise UnsupportedError(
+            f"{entry.path}: scale '{entry.name}' has shape {list(entry.shape)} and dtype {entry.dtype}; only one "
+            f"number per layer can be sharded. {INSTEAD}."
+        )
+    value = torch.frombuffer(bytearray(_read_small(entry)), dtype=entry.torch_dtype).float().item()
+    if not 0 < value < float("inf"):
+        raise CheckpointError(f"{entry.path}: scale '{entry.name}' is {value}. Download the file again.")
+    return value
+
+
+def _read_small(entry: TensorEntry) -> bytes:
+    if entry.nbytes > SMALL_TENSOR:
+        raise CheckpointError(
+            f"{entry.path}: '{entry.name}' is {entry.nbytes} bytes long, expected a few. Download it again."
+        )
+    descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        raw = os.pread(descriptor, entry.nbytes, entry.start)
+    finally:
+        os.close(descriptor)
+    if len(raw) != entry.nbytes:
+        raise CheckpointError(f"{entry.path}: the file ends inside '{entry.name}'. Download it again.")
+    return raw
+
+
+def _elements(entry: TensorEntry) -> int:
+    count = 1
+    for length in entry.shape:
+        count *= length
+    return count
+
+
+def quantise(weight: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, float]:
+    """`weight` as fp8 with one scale: the largest magnitude becomes the largest finite value of `dtype`."""
+    largest = weight.abs().amax().float().item() if weight.numel() else 0.0
+    scale = largest / torch.finfo(dtype).max if largest > 0 else 1.0
+    return (weight.float() / scale).to(dtype), scale
+
+
+def dequantise(weight: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """The fp8 `weight` times its `scale` in `dtype`; exact up to one rounding."""
+    return weight.to(torch.float32).mul_(scale).to(dtype)
+
+
+def is_fp8(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds 8-bit floats."""
+    return tensor.dtype in FP8.values()
+
+
+class Workspace(threading.local):
+    """Of each thread, one buffer per device and dtype into which layers dequantise their weight, one after the other."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def weight(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`stored` in `dtype`, unscaled, in the shared buffer: valid until the next call on this device."""
+        key = (stored.device, dtype)
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.numel() < stored.numel():
+            with torch.inference_mode(False):
+                buffer = self.buffers[key] = torch.empty(stored.numel(), dtype=dtype, device=stored.device)
+        return buffer[: stored.numel()].view(stored.shape).copy_(stored)
+
+
+WORKSPACE = Workspace()
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, scales: Scales, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., in] times the fp8 `weight` [out, in] and its scale, plus `bias` [out], in the dtype of `x`.
+
+    On devices with fp8 matrix units `torch._scaled_mm` multiplies fp8 by fp8, unless the file asks for full precision;
+    elsewhere the weight is cast into a reused buffer (exact) and the scale is applied to the result.
+    """
+    if multiplies_fp8(x, weight, scales):
+        return _scaled_product(x, weight, scales, bias)
+    y = F.linear(x, WORKSPACE.weight(weight, x.dtype))
+    y = y.mul_(scales.weight) if scales.weight != 1.0 else y
+    return y if bias is None else y.add_(bias)
+
+
+def multiplies_fp8(x: torch.Tensor, weight: torch.Tensor, scales: Scales) -> bool:
+    """Whether this layer's product runs on fp8 matrix units: CUDA 8.9 or newer, e4m3, sides multiples of 16."""
+    return (
+        x.is_cuda
+        and weight.dtype == torch.float8_e4m3fn
+        and not scales.full_precision
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[0] % 16 == 0
+        and weight.shape[1] % 16 == 0
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    )
+
+
+def _scaled_product(
+    x: torch.Tensor, weight: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+) -> torch.Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    if scales.input is not None:
+        input_scale = torch.full((), scales.input, dtype=torch.float32, device=x.device)
+    else:
+        input_scale = (flat.abs().amax().float() / largest).clamp_(min=1e-12)
+    quantised = (flat.float() / input_scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+    weight_scale = torch.full((), scales.weight, dtype=torch.float32, device=x.device)
+    y = torch._scaled_mm(
+        quantised, weight.t(), scale_a=input_scale, scale_b=weight_scale, bias=bias, out_dtype=x.dtype
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,211 @@
+"""Single files as artists have them: recognised by their tensors alone, sharded as they are read, fp8 kept as fp8."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from flux2_files import call_inputs, fp8_tensors, save_single_file, single_file_tensors, small_flux2
+from thread_ranks import on_ranks
+
+from comfy_tp.core import quant
+from comfy_tp.core.checkpoint.files import Checkpoint
+from comfy_tp.core.errors import CheckpointError, UnsupportedError
+from comfy_tp.core.linear import ReplicatedLinear, ShardedLinear
+from comfy_tp.core.loading import load_opened, open_model
+from comfy_tp.core.models import flux2
+from comfy_tp.core.models.flux2_layout import BFL_FLUX2
+from comfy_tp.core.ranks import Ranks
+
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
+
+
+def rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def velocity(model, inputs: dict) -> torch.Tensor:
+    with torch.inference_mode():
+        return flux2.predict(model, **inputs)
+
+
+def sharded_velocity(path, degree: int, inputs: dict, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The velocity of the file's model at `degree`; every rank must compute the same."""
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        model, _ = load_opened(open_model(Checkpoint.open(path)), ranks, dtype=dtype)
+        return velocity(model, inputs)
+
+    results = on_ranks(degree, work)
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_flux2()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return velocity(model, call_inputs())
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("norm", ["scale", "weight"])
+def test_a_single_file_gives_the_model_it_was_made_from(tmp_path, model, expected, prefix, norm):
+    tensors = {
+        name.replace("_norm.scale", f"_norm.{norm}"): tensor
+        for name, tensor in single_file_tensors(model, prefix).items()
+    }
+    names = list(tensors)
+    random.Random(3).shuffle(names)
+    path = save_single_file(tmp_path / "anything.safetensors", {name: tensors[name] for name in names})
+    assert rel_l2(sharded_velocity(path, 2, call_inputs()), expected) <= 1e-6
+
+
+def test_a_single_file_at_four_ranks_and_at_one(tmp_path, model, expected):
+    path = save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
+    assert rel_l2(sharded_velocity(path, 4, call_inputs()), expected) <= 1e-6
+    assert torch.equal(sharded_velocity(path, 1, call_inputs()), expected)
+
+
+def test_the_configuration_of_a_single_file_follows_from_its_shapes(tmp_path, model):
+    path = save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
+    opened = open_model(Checkpoint.open(path))
+    assert opened.layout is BFL_FLUX2
+    assert opened.config["num_attention_heads"] == 4
+    assert opened.config["guidance_embeds"] is True
+    for name, value in {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "joint_attention_dim": 96,
+        "mlp_ratio": 3.0,
+    }.items():
+        assert opened.config[name] == value
+
+
+def test_klein_without_guidance_is_recognised(tmp_path):
+    klein = small_flux2(guidance_embeds=False)
+    path = save_single_file(tmp_path / "klein.safetensors", single_file_tensors(klein))
+    inputs = call_inputs()
+    assert open_model(Checkpoint.open(path)).config["guidance_embeds"] is False
+    assert rel_l2(sharded_velocity(path, 2, inputs), velocity(klein, inputs)) <= 1e-6
+
+
+def with_weights(model, tensors: dict[str, torch.Tensor], tmp_path):
+    """A copy of `model` with the weights of a single file's `tensors`."""
+    path = save_single_file(tmp_path / "exact.safetensors", {name: t.float() for name, t in tensors.items()})
+    loaded, _ = load_opened(open_model(Checkpoint.open(path)), Ranks.single())
+    return copy.deepcopy(loaded)
+
+
+@pytest.mark.parametrize("style", ["metadata", "metadata-short", "comfy_quant", "scaled_fp8", "cast"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_fp8_files_keep_their_weights_and_compute_exactly(tmp_path, model, style, dtype):
+    prefix = "model.diffusion_model." if style in ("scaled_fp8", "metadata-short") else ""
+    held, metadata, exact = fp8_tensors(single_file_tensors(model, prefix), style, dtype, prefix)
+    path = save_single_file(tmp_path / "fp8.safetensors", held, metadata)
+    want = velocity(with_weights(model, exact, tmp_path), call_inputs())
+    assert rel_l2(sharded_velocity(path, 2, call_inputs()), want) <= 1e-5
+    assert rel_l2(sharded_velocity(path, 1, call_inputs()), want) <= 1e-5
+    assert rel_l2(want, velocity(model, call_inputs())) > 1e-4  # fp8 is not the original: the test can fail
+
+
+def test_fp8_shards_stay_fp8_and_take_half_of_bf16(tmp_path, model):
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in single_file_tensors(model).items()}
+    held, metadata, _ = fp8_tensors(tensors, "metadata")
+    path = save_single_file(tmp_path / "fp8.safetensors", held, metadata)
+
+    def work(ranks: Ranks):
+        return load_opened(open_model(Checkpoint.open(path)), ranks)[0]
+
+    for sharded in on_ranks(2, work):
+        kept = [m for m in sharded.modules() if isinstance(m, ShardedLinear) and m.scales is not None]
+        assert len(kept) == 2 * 4 + 2 * 2
+        assert all(quant.is_fp8(m.weight) for m in kept)
+        fp8_bytes = sum(m.weight.numel() * m.weight.element_size() for m in kept)
+        assert fp8_bytes * 2 == sum(m.weight.numel() * 2 for m in kept)
+        assert sharded.tensor_parallel.compute_dtype == torch.bfloat16
+
+
+def test_an_fp8_file_can_be_cast_while_loading(tmp_path, model):
+    held, metadata, exact = fp8_tensors(single_file_tensors(model), "metadata")
+    path = save_single_file(tmp_path / "fp8.safetensors", held, metadata)
+    want = velocity(with_weights(model, exact, tmp_path), call_inputs())
+    assert rel_l2(sharded_velocity(path, 2, call_inputs(), torch.float32), want) <= 1e-6
+
+
+def test_a_float_file_can_be_quantised_while_loading(tmp_path, model, expected):
+    path = save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
+
+    def work(ranks: Ranks):
+        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks, dtype=torch.float8_e4m3fn)
+        kinds = {type(module) for module in loaded.modules() if getattr(module, "scales", None) is not None}
+        return velocity(loaded, call_inputs()), kinds
+
+    for result, kinds in on_ranks(2, work):
+        assert 1e-4 < rel_l2(result, expected) < 0.1
+        assert kinds and ReplicatedLinear not in kinds
+    ((single, kinds),) = on_ranks(1, work)
+    assert kinds == {ReplicatedLinear}
+    assert rel_l2(single, expected) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4"])
+def test_an_unknown_quantisation_is_refused_by_name(tmp_path, model, kind):
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
+    described = json.loads(metadata["_quantization_metadata"])
+    described["layers"]["double_blocks.0.img_mlp.0"] = {"format": kind}
+    path = save_single_file(
+        tmp_path / "x.safetensors", held, {"_quantization_metadata": json.dumps(described)}
+    )
+    with pytest.raises(
+        UnsupportedError, match=rf"double_blocks\.0\.img_mlp\.0' is quantised as {kind}.*Use the fp8 file"
+    ):
+        open_model(Checkpoint.open(path))
+
+
+def test_packed_weights_are_refused_by_kind(tmp_path, model):
+    tensors = single_file_tensors(model)
+    tensors["double_blocks.0.img_mlp.0.weight_scale_2"] = torch.tensor(1.0)
+    path = save_single_file(tmp_path / "x.safetensors", tensors)
+    with pytest.raises(UnsupportedError, match="nvfp4"):
+        open_model(Checkpoint.open(path))
+
+
+def test_a_declared_layer_without_its_scale_is_refused(tmp_path, model):
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
+    del held["single_blocks.1.linear2.weight_scale"]
+    path = save_single_file(tmp_path / "x.safetensors", held, metadata)
+    with pytest.raises(
+        CheckpointError, match=r"single_blocks\.1\.linear2\.weight' is declared as quantised but has no scale"
+    ):
+        open_model(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, model, value):
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
+    held["single_blocks.1.linear2.weight_scale"] = torch.tensor(value)
+    path = save_single_file(tmp_path / "x.safetensors", held, metadata)
+    with pytest.raises(CheckpointError, match="weight_scale' is"):
+        open_model(Checkpoint.open(path))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    path = save_single_file(tmp_path / "unet.safetensors", {"input_blocks.0.0.weight": torch.zeros(4, 4)})
+    with pytest.raises(CheckpointError, match="tensor names fit none of flux2"):
+        open_model(Checkpoint.open(path))
+
+
+def test_the_fp8_matrix_product_agrees_with_the_exact_one(model):
+    weight, scale = quant.quantise(torch.randn(64, 32))
+    x = torch.randn(2, 5, 32).to(torch.bfloat16)
+    scales = quant.Scales(scale)
+    exact = torch.nn.functional.linear(x.float(), weight.float() * scale)
+    assert rel_l2(quant.product(x, weight, scales).float(), exact) < 1e-2
+    assert rel_l2(quant._scaled_product(x, weight, scales, None).float(), exact) < 6e-2
