@@ -1,0 +1,1 @@
+"""The nodes, one per file."""

@@ -1,0 +1,244 @@
+"""The patchers: how ComfyUI's memory management loads, counts, evicts and clones a model that lives on the ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.utils
+import torch
+from comfy.patcher_extension import CallbacksMP
+
+from ..core.errors import UnsupportedError
+from .errors import comfy_errors
+from .patches import push_patches
+from .sharded import KEEP, PARK, ShardedModel
+
+log = logging.getLogger("comfy_tp.nodes")
+
+POLICY = "tp_policy"
+STUBS = "tp_shards"
+PROGRESS_STEPS = 1000
+
+
+class OnRanks:
+    """What the patchers share: sizes from the ranks, and leaving the devices when ComfyUI needs the room."""
+
+    model: Any
+    load_device: torch.device
+    offload_device: torch.device
+    model_options: dict[str, Any]
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model on the ranks."""
+        return self.model.sharded
+
+    @property
+    def policy(self) -> str:
+        """What to do when another model needs the room: keep, park or release."""
+        return self.model_options.get(POLICY, KEEP)
+
+    def model_size(self) -> int:
+        """Bytes of the shards on this patcher's device, once loaded."""
+        return self.sharded.bytes_on(str(self.load_device))
+
+    def loaded_size(self) -> int:
+        """Bytes of the shards on this patcher's device now."""
+        return self.sharded.resident_on(str(self.load_device))
+
+    def get_ram_usage(self) -> int:
+        """Host memory only: parked shards."""
+        return self.sharded.parked_bytes
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def partially_unload(self, device_to: Any, memory_to_free: int = 0, *args: Any, **kwargs: Any) -> int:
+        """Room is needed on one device: all shards leave theirs, or none (they are of no use apart).
+
+        With policy keep the room is claimed to be free: ComfyUI then goes on to the next model, as it measures
+        the real free memory each time, and detaches this one only when it asks for more than the shards hold.
+        """
+        if self.policy == KEEP:
+            return memory_to_free
+        freed = self.loaded_size()
+        self.sharded.make_room(self.policy)
+        self.model.device = self.offload_device
+        return freed
+
+    def leave_devices(self) -> None:
+        """ComfyUI unloads the model: shards are parked where the policy says so, and freed elsewhere."""
+        self.sharded.make_room(PARK if self.policy == PARK else "release")
+        self.model.device = self.offload_device
+
+
+class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
+    """The MODEL that Load TP Model hands on. Its `model` is a `ShardedFlux2`."""
+
+    def __init__(self, model: Any, load_device: Any, offload_device: Any, *args: Any, **kwargs: Any):
+        super().__init__(model, load_device, offload_device, *args, **kwargs)
+
+    def partially_load(
+        self,
+        device_to: Any,
+        extra_memory: float = 0,
+        force_patch_weights: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """Put the shards on the ranks, all of them, and this clone's patches onto the shards.
+
+        Returns the bytes that came onto the patcher's device. ComfyUI has made room on every device before.
+        """
+        self.refuse_unsupported()
+        before = self.loaded_size()
+        # Object patches of the clone that was used before go back first; the shards stay.
+        super().unpatch_model(None, unpatch_weights=False)
+        loaded = False
+        try:
+            with comfy_errors():
+                load_with_progress(self.sharded)
+                push_patches(self)
+            self.patch_model(load_weights=False)
+            loaded = True
+        finally:
+            if not loaded:
+                # ComfyUI does not list a model whose load failed, so it could not reclaim its shards later.
+                self.detach()
+        self.model.device = device_to
+        self.model.model_loaded_weight_memory = self.loaded_size()
+        self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
+            callback(self, device_to, extra_memory, force_patch_weights, True)
+        return self.loaded_size() - before
+
+    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As `partially_load`; older and newer cores call one or the other."""
+        self.partially_load(device_to or self.load_device)
+
+    def patch_model(self, device_to: Any = None, *args: Any, load_weights: bool = True, **kwargs: Any) -> Any:
+        """Apply object patches; with `load_weights` also put the shards on the ranks."""
+        if load_weights and not self.sharded.loaded:
+            self.partially_load(device_to or self.load_device)
+            return self.model
+        return super().patch_model(device_to, load_weights=False)
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Take object patches back; with `unpatch_weights` the shards leave their devices."""
+        super().unpatch_model(None, unpatch_weights=False)
+        if unpatch_weights:
+            self.leave_devices()
+            self.model.current_weight_patches_uuid = None
+            self.model.model_loaded_weight_memory = 0
+
+    def model_patches_models(self) -> list[Any]:
+        """`load_models_gpu` asks for these before it changes anything: the moment to refuse."""
+        self.refuse_unsupported()
+        return super().model_patches_models()
+
+    def refuse_unsupported(self) -> None:
+        """Raise `UnsupportedError` for changes to the model's inside that the ranks would not see."""
+        inside = sorted(key for key in self.object_patches if key.startswith("diffusion_model"))
+        found = {
+            "object patches": inside,
+            "weight wrappers": sorted(self.weight_wrapper_patches),
+            "hooks on weights": [str(key) for key in self.hook_patches],
+            "injections": sorted(map(str, self.injections)),
+        }
+        if self.model_options.get("torch_compile_kwargs"):
+            found["torch.compile"] = ["TorchCompileModel"]
+        for what, names in found.items():
+            if names:
+                raise UnsupportedError(
+                    f"A model from Load TP Model cannot honour {what} ({', '.join(names[:4])}): the model is computed "
+                    f"on the ranks. Remove the node that sets it, or load the model with the stock loader."
+                )
+
+    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hooks of a conditioning: none pass, any are refused."""
+        if hooks is not None and len(hooks):
+            kinds = sorted({type(hook).__name__ for hook in hooks.hooks})
+            raise UnsupportedError(
+                f"A model from Load TP Model cannot honour hooks ({', '.join(kinds)}). Remove the hook nodes from the "
+                f"conditioning, or load the model with the stock loader."
+            )
+        return super().register_all_hook_patches(hooks, *args, **kwargs)
+
+    def _no_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            "The weights of a model from Load TP Model lie in shards on the ranks, so it cannot be saved, merged, or "
+            "copied to another GPU (MultiGPU CFG Split). Use the stock loader for that."
+        )
+
+    get_key_patches = _no_weights
+    patch_weight_to_device = _no_weights
+    patch_hook_weight_to_device = _no_weights
+    deepclone_multigpu = _no_weights
+    __deepcopy__ = _no_weights
+
+
+class DeviceShards(torch.nn.Module):
+    """Stands for the shards on one further device in ComfyUI's list of loaded models."""
+
+    def __init__(self, sharded: ShardedModel):
+        super().__init__()
+        self.device: torch.device | None = None
+        self.sharded = sharded
+
+
+class StubPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
+    """Shows ComfyUI what the ranks hold on a device other than its own, so that it counts and can reclaim it."""
+
+    def __init__(self, model: Any, load_device: Any, offload_device: Any, *args: Any, **kwargs: Any):
+        super().__init__(model, load_device, offload_device, *args, **kwargs)
+
+    def partially_load(self, device_to: Any, *args: Any, **kwargs: Any) -> int:
+        """Nothing to do: the shards of all devices come with the MODEL itself."""
+        self.model.device = device_to
+        return 0
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights:
+            self.leave_devices()
+
+
+def load_with_progress(sharded: ShardedModel) -> None:
+    """Load the shards with ComfyUI's progress bar and Cancel; call it from the node's own thread."""
+    poll = comfy.model_management.throw_exception_if_processing_interrupted
+    if sharded.loaded:
+        sharded.load(poll=poll)
+        return
+    bar = comfy.utils.ProgressBar(PROGRESS_STEPS)
+
+    def show(done: int, total: int, _gb_per_second: float) -> None:
+        bar.update_absolute(int(PROGRESS_STEPS * done / max(total, 1)), PROGRESS_STEPS)
+
+    sharded.load(on_progress=show, poll=poll)
+
+
+def make_patcher(model: Any, policy: str) -> ShardedPatcher:
+    """A MODEL for `model`, with a stub for each device of its ranks that is not ComfyUI's own."""
+    own = comfy.model_management.get_torch_device()
+    offload = torch.device("cpu")
+    patcher = ShardedPatcher(model, own, offload)
+    patcher.model_options[POLICY] = policy
+    stubs = []
+    for name in sorted(set(model.sharded.placement.devices) - {str(own)}):
+        device = torch.device(name)
+        if device.type == "cpu":
+            continue
+        shards = model.device_shards.setdefault(name, DeviceShards(model.sharded))
+        stub = StubPatcher(shards, device, offload)
+        stub.model_options[POLICY] = policy
+        stubs.append(stub)
+    if stubs:
+        patcher.set_additional_models(STUBS, stubs)
+    return patcher
+
+
+def load_now(patcher: ShardedPatcher) -> None:
+    """Load through ComfyUI's memory management, which makes room on every device first."""
+    comfy.model_management.load_models_gpu([patcher, *patcher.get_nested_additional_models()])

@@ -1,0 +1,135 @@
+"""The models that Load TP Model offers: names within ComfyUI's model folders, and the way back from a name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path, PurePosixPath
+
+import folder_paths
+
+from ..core.errors import ConfigError
+
+FOLDERS = ("diffusion_models", "diffusers")
+SUFFIXES = (".safetensors", ".sft")
+COMPONENT = "transformer"
+DEPTH = 4  # how deep below a model folder a diffusers folder is looked for
+FOLLOW_LINKS = "COMFY_TP_FOLLOW_LINKS"
+
+
+class FolderList:
+    """The diffusers folders below one root, kept until a directory below it changes."""
+
+    def __init__(self, root: str):
+        self.root = root
+        self._seen: dict[str, int] = {}
+        self._found: list[str] = []
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Paths relative to the root, with forward slashes."""
+        with self._lock:
+            if not self._seen or any(_mtime(folder) != mtime for folder, mtime in self._seen.items()):
+                self._seen, self._found = {self.root: _mtime(self.root)}, []
+                self._walk(self.root, DEPTH)
+                self._found.sort()
+            return list(self._found)
+
+    def _walk(self, folder: str, depth: int) -> None:
+        try:
+            below = [
+                entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+            ]
+        except OSError:
+            return
+        for entry in below:
+            self._seen[entry.path] = _mtime(entry.path)
+            component = os.path.join(entry.path, COMPONENT)
+            if os.path.isdir(component):
+                self._seen[component] = _mtime(component)
+            if holds_model(entry.path) or holds_model(component):
+                self._found.append(os.path.relpath(entry.path, self.root).replace(os.sep, "/"))
+            elif depth > 1 and not os.path.isfile(os.path.join(entry.path, "model_index.json")):
+                self._walk(entry.path, depth - 1)
+
+
+_lists: dict[str, FolderList] = {}
+
+
+def model_choices() -> list[str]:
+    """All names for the `model` input: single files first, then diffusers folders. Cheap when nothing changed."""
+    folders: set[str] = set()
+    inside: set[str] = set()
+    for kind in FOLDERS:
+        for root in folder_paths.get_folder_paths(kind):
+            names = _lists.setdefault(root, FolderList(root)).names()
+            folders.update(names)
+            if kind == FOLDERS[0]:
+                inside.update(names)
+    files = [
+        name.replace(os.sep, "/")
+        for name in folder_paths.get_filename_list(FOLDERS[0])
+        if name.lower().endswith(SUFFIXES)
+    ]
+    parts = tuple(f"{name}/" for name in inside)
+    return [name for name in files if not name.startswith(parts)] + sorted(folders)
+
+
+def model_path(name: str) -> Path:
+    """The file, or the folder with the transformer's weights, that a name from `model_choices` means.
+
+    Raises `ConfigError` for a name that leads out of ComfyUI's model folders (absolute, `..`, a link to elsewhere)
+    or that is not there.
+    """
+    pure = PurePosixPath(name.replace("\\", "/"))
+    if (
+        not name.strip()
+        or "\0" in name
+        or pure.is_absolute()
+        or Path(name).is_absolute()
+        or ".." in pure.parts
+    ):
+        raise ConfigError(
+            f"model: '{name}' leads out of ComfyUI's model folders. Choose a model from the list; other folders are "
+            f"added in extra_model_paths.yaml."
+        )
+    roots = [Path(root) for kind in FOLDERS for root in folder_paths.get_folder_paths(kind)]
+    for root in roots:
+        path = root / pure
+        if path.is_dir() and not holds_model(path) and holds_model(path / COMPONENT):
+            path = path / COMPONENT
+        if path.is_file() or holds_model(path):
+            _stay_inside(path, roots, name)
+            return path
+    raise ConfigError(
+        f"model: there is no '{name}' in {' or '.join(FOLDERS)}. Put the model there, press R to refresh the list, and "
+        f"choose it again."
+    )
+
+
+def holds_model(folder: str | os.PathLike[str]) -> bool:
+    """Whether `folder` holds a config.json and safetensors weights."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        return False
+    return any(name.endswith(SUFFIXES) for name in os.listdir(folder))
+
+
+def _stay_inside(path: Path, roots: list[Path], name: str) -> None:
+    if os.environ.get(FOLLOW_LINKS) == "1":
+        return
+    allowed = [root.resolve() for root in roots]
+    files = [path] if path.is_file() else [path, *path.iterdir()]
+    for file in files:
+        real = file.resolve()
+        if not any(real.is_relative_to(root) for root in allowed):
+            raise ConfigError(
+                f"model: '{name}' is a link to {real}, outside ComfyUI's model folders. Name that folder in "
+                f"extra_model_paths.yaml, or start ComfyUI with {FOLLOW_LINKS}=1 to follow links."
+            )
+
+
+def _mtime(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0

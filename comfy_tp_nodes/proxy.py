@@ -1,0 +1,157 @@
+"""The diffusion model that ComfyUI sees: its own Flux class on the meta device, whose forward runs on the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.ldm.flux.model
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+
+from ..core.errors import UnsupportedError
+from ..core.models.tokens import REFERENCE_METHODS
+from ..core.remote import RemoteModel
+from .conditioning import KEYS, TEXT_LENGTH, shares
+from .errors import comfy_errors
+from .sharded import ShardedModel
+
+log = logging.getLogger("comfy_tp.nodes")
+
+CONTEXT = "tp_context"
+REFERENCES = "tp_references"
+DEFAULT_REFERENCE_METHOD = "index"
+
+# transformer_options that change what the blocks compute. Empty ones are harmless.
+REFUSED_OPTIONS = {
+    "patches": "patches of the model's blocks",
+    "patches_replace": "replacements of the model's blocks",
+    "rope_options": "changed rotary positions (the ScaleROPE node)",
+    "optimized_attention_override": "an attention override",
+}
+# Those that say what is going on, or belong to wrappers that run outside the model.
+KNOWN_OPTIONS = frozenset(
+    "wrappers callbacks sample_sigmas sigmas cond_or_uncond uuids easycache transformer_options "
+    "block_index block_type total_blocks activations_shape original_shape context_window".split()
+)
+_told: set[str] = set()
+
+
+class ShardedFlux(comfy.ldm.flux.model.Flux):
+    """ComfyUI's Flux without weights. `sharded` is the model on the ranks that answers its calls."""
+
+    sharded: ShardedModel
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        ref_latents: list[torch.Tensor] | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006  the signature of ComfyUI's own models
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Velocity [B, C, h, w] for `x` [B, C, h, w] at `timestep` [B]; DIFFUSION_MODEL wrappers run around it."""
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        return WrapperExecutor.new_class_executor(self.on_ranks, self, wrappers).execute(
+            x, timestep, context, y, guidance, ref_latents, control, transformer_options, **kwargs
+        )
+
+    def on_ranks(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        ref_latents: list[torch.Tensor] | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The call itself. Refuses by name whatever the ranks cannot honour."""
+        context_keys = kwargs.pop(CONTEXT, None)
+        reference_keys = kwargs.pop(REFERENCES, None)
+        method = kwargs.pop("ref_latents_method", DEFAULT_REFERENCE_METHOD)
+        refuse(control, transformer_options, kwargs)
+        if (ref_latents or reference_keys is not None) and method not in REFERENCE_METHODS:
+            raise UnsupportedError(
+                f"The reference method '{method}' (reference_latents_method) is not known to Load TP Model. Set the "
+                f"FluxKontextMultiReferenceLatentMethod node to one of {', '.join(REFERENCE_METHODS)}."
+            )
+        poll = comfy.model_management.throw_exception_if_processing_interrupted
+        with comfy_errors():
+            remote = self.sharded.require()
+            if context is not None:
+                # A wrapper gave a conditioning of its own.
+                contexts = [
+                    remote.keep(row, poll=poll) for row in KEYS.rows(context, context.dtype, TEXT_LENGTH)
+                ]
+            elif context_keys is not None:
+                contexts = [
+                    remote.keep(KEYS.tensor(key), poll=poll) for key in shares(context_keys[:, 0].tolist())
+                ]
+            else:
+                raise UnsupportedError(
+                    "The model was called without a conditioning. Connect a text encoder's output to the sampler."
+                )
+            velocity = remote.forward(
+                x,
+                timestep,
+                contexts,
+                guidance=guidance,
+                references=references(remote, ref_latents, reference_keys),
+                reference_method=method,
+                poll=poll,
+            )
+        return velocity.to(x.device, x.dtype)
+
+
+def references(
+    remote: RemoteModel, latents: list[torch.Tensor] | None, keys: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The reference latents [1 or B, C, h_k, w_k] of a call, from tensors or from keys [B, R]."""
+    if latents:
+        return list(latents)
+    if keys is None:
+        return []
+    found = []
+    for column in keys.T.tolist():
+        rows = [KEYS.tensor(key) for key in column]
+        found.append(rows[0] if len(set(column)) == 1 else torch.cat(rows))
+    return found
+
+
+def refuse(control: Any, options: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` for what ComfyUI hands to a model call and the ranks do not implement."""
+    if control is not None:
+        raise UnsupportedError(
+            "ControlNet cannot be applied to a model from Load TP Model. Remove the Apply ControlNet node, or load "
+            "the model with the stock loader."
+        )
+    for name, what in REFUSED_OPTIONS.items():
+        value = options.get(name)
+        if value:
+            inside = f": {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+            raise UnsupportedError(
+                f"A model from Load TP Model cannot honour {what} (transformer_options['{name}']{inside}). Remove the "
+                f"node that patches the model, or load it with the stock loader."
+            )
+    for name, value in unknown.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"A model from Load TP Model does not know the keyword '{name}' of the model call. Remove the node "
+                f"that sets it, or load the model with the stock loader."
+            )
+    for name in options:
+        if name not in KNOWN_OPTIONS and name not in REFUSED_OPTIONS and name not in _told:
+            _told.add(str(name))
+            log.warning(
+                "transformer_options['%s'] is unknown to the ranks; what it does inside the model has no effect",
+                name,
+            )

@@ -1,0 +1,155 @@
+"""Every name of ComfyUI that the pack uses, with the parameters it relies on, and the check against what is installed.
+
+The pack imports ComfyUI nowhere outside the modules of this package, and uses nothing that is not listed here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+REQUIRED_COMFYUI = "0.3.75"
+
+# Name -> parameters that must be there. None: the name alone matters (a class, a constant, a module's table).
+SEAMS: dict[str, tuple[str, ...] | None] = {
+    "comfy.conds.CONDRegular": ("cond",),
+    "comfy.conds.CONDRegular._copy_with": ("self", "cond"),
+    "comfy.conds.CONDRegular.can_concat": ("self", "other"),
+    "comfy.conds.CONDRegular.concat": ("self", "others"),
+    "comfy.conds.CONDRegular.process_cond": ("self", "batch_size"),
+    "comfy.conds.CONDRegular.size": ("self",),
+    "comfy.ldm.flux.model.Flux.forward": (
+        "self",
+        "x",
+        "timestep",
+        "context",
+        "y",
+        "guidance",
+        "ref_latents",
+        "control",
+        "transformer_options",
+    ),
+    "comfy.ldm.flux.model.FluxParams": None,
+    "comfy.model_base.BaseModel.get_dtype": ("self",),
+    "comfy.model_base.BaseModel.memory_required": ("self", "input_shape", "cond_shapes"),
+    "comfy.model_base.BaseModel.process_latent_in": ("self", "latent"),
+    "comfy.model_base.BaseModel.state_dict_for_saving": ("self",),
+    "comfy.model_base.Flux2": ("model_config", "device", "unet_model"),
+    "comfy.model_base.Flux2.extra_conds": ("self", "kwargs"),
+    "comfy.model_management.get_torch_device": (),
+    "comfy.model_management.load_models_gpu": ("models",),
+    "comfy.model_management.throw_exception_if_processing_interrupted": (),
+    "comfy.model_patcher.ModelPatcher": ("model", "load_device", "offload_device"),
+    "comfy.model_patcher.ModelPatcher.clone": ("self",),
+    "comfy.model_patcher.ModelPatcher.detach": ("self", "unpatch_all"),
+    "comfy.model_patcher.ModelPatcher.get_all_callbacks": ("self", "call_type"),
+    "comfy.model_patcher.ModelPatcher.get_key_patches": ("self",),
+    "comfy.model_patcher.ModelPatcher.get_nested_additional_models": ("self",),
+    "comfy.model_patcher.ModelPatcher.get_ram_usage": ("self",),
+    "comfy.model_patcher.ModelPatcher.load": ("self", "device_to"),
+    "comfy.model_patcher.ModelPatcher.loaded_size": ("self",),
+    "comfy.model_patcher.ModelPatcher.lowvram_patch_counter": ("self",),
+    "comfy.model_patcher.ModelPatcher.model_patches_models": ("self",),
+    "comfy.model_patcher.ModelPatcher.model_size": ("self",),
+    "comfy.model_patcher.ModelPatcher.partially_load": (
+        "self",
+        "device_to",
+        "extra_memory",
+        "force_patch_weights",
+    ),
+    "comfy.model_patcher.ModelPatcher.partially_unload": ("self", "device_to", "memory_to_free"),
+    "comfy.model_patcher.ModelPatcher.patch_hook_weight_to_device": ("self", "hooks"),
+    "comfy.model_patcher.ModelPatcher.patch_model": ("self", "device_to", "load_weights"),
+    "comfy.model_patcher.ModelPatcher.patch_weight_to_device": ("self", "key"),
+    "comfy.model_patcher.ModelPatcher.register_all_hook_patches": ("self", "hooks"),
+    "comfy.model_patcher.ModelPatcher.set_additional_models": ("self", "key", "models"),
+    "comfy.model_patcher.ModelPatcher.unpatch_model": ("self", "device_to", "unpatch_weights"),
+    "comfy.patcher_extension.CallbacksMP.ON_LOAD": None,
+    "comfy.patcher_extension.WrapperExecutor.execute": ("self", "args", "kwargs"),
+    "comfy.patcher_extension.WrapperExecutor.new_class_executor": ("original", "class_obj", "wrappers"),
+    "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": None,
+    "comfy.patcher_extension.get_all_wrappers": ("wrapper_type", "transformer_options"),
+    "comfy.supported_models.Flux2": ("unet_config",),
+    "comfy.supported_models.Flux2.set_inference_dtype": ("self", "dtype", "manual_cast_dtype"),
+    "comfy.utils.ProgressBar": ("total",),
+    "comfy.utils.ProgressBar.update_absolute": ("self", "value", "total"),
+    "comfy.utils.repeat_to_batch_size": ("tensor", "batch_size"),
+    "comfy_api.latest.ComfyExtension": None,
+    "comfy_api.latest.io.AnyType.Input": ("id", "optional", "tooltip"),
+    "comfy_api.latest.io.AnyType.Output": None,
+    "comfy_api.latest.io.Combo.Input": ("id", "options", "tooltip", "default"),
+    "comfy_api.latest.io.ComfyNode": None,
+    "comfy_api.latest.io.Int.Input": ("id", "tooltip", "default", "min", "max"),
+    "comfy_api.latest.io.Model.Input": ("id", "optional", "tooltip"),
+    "comfy_api.latest.io.Model.Output": None,
+    "comfy_api.latest.io.NodeOutput": None,
+    "comfy_api.latest.io.Schema": (
+        "node_id",
+        "display_name",
+        "category",
+        "inputs",
+        "outputs",
+        "description",
+        "is_output_node",
+    ),
+    "comfy_api.latest.io.String.Input": ("id", "tooltip", "default"),
+    "comfy_api.latest.io.String.Output": None,
+    "comfy_api.latest.ui.PreviewText": ("value",),
+    "folder_paths.get_filename_list": ("folder_name",),
+    "folder_paths.get_folder_paths": ("folder_name",),
+}
+
+
+def problems() -> list[str]:
+    """What the installed ComfyUI lacks, one sentence each; empty when the pack fits it."""
+    return list(_problems(SEAMS))
+
+
+def _problems(seams: dict[str, tuple[str, ...] | None]) -> Iterator[str]:
+    for name, parameters in seams.items():
+        try:
+            found = _resolve(name)
+        except (ImportError, AttributeError) as error:
+            yield f"{name} is missing ({error})"
+            continue
+        if parameters is None:
+            continue
+        try:
+            has = list(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            yield f"{name} is not callable"
+            continue
+        lacking = [parameter for parameter in parameters if parameter not in has]
+        if lacking:
+            yield f"{name} takes no {', '.join(lacking)}"
+
+
+def _resolve(name: str) -> Any:
+    """The object of a dotted name: the longest prefix that imports, then attributes."""
+    parts = name.split(".")
+    module, used = importlib.import_module(parts[0]), 1
+    while used < len(parts) and not hasattr(module, parts[used]):
+        module = importlib.import_module(".".join(parts[: used + 1]))
+        used += 1
+    found: Any = module
+    for part in parts[used:]:
+        found = getattr(found, part)
+    return found
+
+
+def version() -> str:
+    """The installed ComfyUI's version, for error texts."""
+    try:
+        return str(importlib.import_module("comfyui_version").__version__)
+    except (ImportError, AttributeError):
+        return "of unknown version"
+
+
+def advice(found: list[str]) -> str:
+    """The sentence that a node shows instead of running, for the `problems` found."""
+    return (
+        f"comfy-tp needs ComfyUI {REQUIRED_COMFYUI} or a later one that it knows; this is {version()}. Update ComfyUI "
+        f"and comfy-tp. What does not fit: {'; '.join(found[:5])}."
+    )

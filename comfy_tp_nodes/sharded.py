@@ -1,0 +1,216 @@
+"""`ShardedModel`: one model that nodes refer to, whether its shards are on the ranks at the moment or not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import RankError
+from ..core.remote import ModelInfo, RemoteModel
+from . import groups
+from .devices import Placement
+from .source import Fingerprint, ModelSource
+
+log = logging.getLogger("comfy_tp.nodes")
+
+Poll = Callable[[], None]
+Progress = Callable[[int, int, float], None]
+
+IDLE_SECONDS = float(os.environ.get("COMFY_TP_IDLE_SECONDS", "60"))
+KEEP, PARK, RELEASE = POLICIES = ("keep", "park", "release")
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """What two loads must share to be one model on the ranks."""
+
+    fingerprint: Fingerprint
+    dtype: str
+    devices: tuple[str, ...]
+    backend: str | None
+
+
+class ShardedModel:
+    """A model file and the ranks it belongs on. `load` puts its shards there, `unload` and `park` take them away.
+
+    Users are ComfyUI's model objects: when the last one is gone the shards stay for `IDLE_SECONDS`, so that a
+    prompt which drops its cache finds them again, and are then freed.
+    """
+
+    def __init__(self, key: ModelKey, source: ModelSource, placement: Placement, dtype: str):
+        self.key = key
+        self.source = source
+        self.placement = placement
+        self.dtype = dtype
+        self.remote: RemoteModel | None = None
+        self.parked = False
+        self.loads = 0
+        self.comfy_model: Callable[[], Any] = lambda: None
+        self._users = 0
+        self._timer: threading.Timer | None = None
+        self._lock = threading.RLock()  # held while the ranks are waited for
+        self._count_lock = threading.RLock()  # never held while waiting: finalizers take it in any thread
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the shards are on the ranks, on their devices or parked in host memory."""
+        return self.remote is not None and self.remote.alive
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What the ranks reported of the last load."""
+        return self.remote.info if self.remote is not None else None
+
+    def load(self, *, on_progress: Progress | None = None, poll: Poll | None = None) -> RemoteModel:
+        """The model on the ranks; loaded first, on a new group if need be. Reads nothing when it is there."""
+        with self._lock:
+            if self.remote is not None and self.remote.alive:
+                self.parked = False
+                return self.remote
+            started = time.perf_counter()
+            group = groups.group_for(self.placement.devices, self.placement.backend, poll=poll)
+            for note in group.notes:
+                log.warning("%s", note)
+            self.remote = RemoteModel.load(
+                group, self.source.path, dtype=self.dtype, on_progress=on_progress, poll=poll
+            )
+            self.parked = False
+            self.loads += 1
+            info = self.remote.info
+            log.info(
+                "Loaded %s in %.1f s (%.2f GB/s) into %d shard%s; ready after %.1f s",
+                os.path.basename(self.source.path),
+                info.load_seconds,
+                info.gb_per_second,
+                info.degree,
+                "s" if info.degree > 1 else "",
+                time.perf_counter() - started,
+            )
+            return self.remote
+
+    def require(self) -> RemoteModel:
+        """The model on the ranks, for a call in the middle of a run. Raises `RankError` when it is not there."""
+        remote = self.remote
+        if remote is not None and remote.alive:
+            return remote
+        if remote is not None and remote.group.failure is not None:
+            raise remote.group.failure
+        raise RankError("The model's shards were unloaded during the run. Queue the prompt again.")
+
+    def unload(self) -> int:
+        """Free the shards; returns the bytes freed over all ranks. Harmless when they are not there."""
+        with self._lock:
+            remote, self.remote = self.remote, None
+            self.parked = False
+            if remote is None:
+                return 0
+            try:
+                return remote.unload()
+            except RankError as error:
+                log.warning("Unloading: %s", str(error).splitlines()[0])
+                return 0
+
+    def park(self, *, poll: Poll | None = None) -> int:
+        """Move the shards to host memory; returns the device bytes freed. On the CPU there is nothing to gain: 0."""
+        with self._lock:
+            if not self.loaded or self.parked or self.remote is None or self.placement.devices[0] == "cpu":
+                return 0
+            freed = self.remote.park(poll=poll)
+            self.parked = True
+            return freed
+
+    def make_room(self, policy: str) -> None:
+        """Leave the devices, as `policy` says: parked in host memory, or freed."""
+        if policy == PARK and self.park() > 0:
+            log.info("Parked the shards of %s in host memory", os.path.basename(self.source.path))
+            return
+        if self.loaded:
+            log.info("Unloading the shards of %s", os.path.basename(self.source.path))
+        self.unload()
+
+    def bytes_on(self, device: str) -> int:
+        """Bytes of the shards on `device` once loaded: reported by the ranks, or expected from the headers."""
+        info = self.info
+        if info is not None:
+            sizes = zip(self.placement.devices, info.resident_bytes, strict=False)
+            return sum(size for name, size in sizes if name == device)
+        share = self.source.expected_bytes(self.dtype) / self.placement.degree
+        return int(share * self.placement.devices.count(device))
+
+    def resident_on(self, device: str) -> int:
+        """Bytes of the shards that lie on `device` now."""
+        return self.bytes_on(device) if self.loaded and not self.parked else 0
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of the shards that lie in host memory now."""
+        info = self.info
+        return sum(info.resident_bytes) if self.loaded and self.parked and info is not None else 0
+
+    def serve(self, comfy_model: Any) -> None:
+        """Count `comfy_model` as a user until it is collected."""
+        with _table_lock:
+            _table[self.key] = self
+        with self._count_lock:
+            self._users += 1
+            self.comfy_model = weakref.ref(comfy_model)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        finalizer = weakref.finalize(comfy_model, self._user_gone)
+        finalizer.atexit = False
+
+    def _user_gone(self) -> None:
+        with self._count_lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            self._timer = threading.Timer(IDLE_SECONDS, self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self) -> None:
+        with _table_lock, self._count_lock:
+            if self._users > 0:
+                return
+            if _table.get(self.key) is self:
+                del _table[self.key]
+        log.info("Nothing has used %s for %g s", os.path.basename(self.source.path), IDLE_SECONDS)
+        forget(self)
+
+
+_table: dict[ModelKey, ShardedModel] = {}
+_table_lock = threading.RLock()
+
+
+def sharded_model(source: ModelSource, placement: Placement, dtype: str) -> ShardedModel:
+    """The model of these files on these ranks: the known one, or a new one that is not loaded yet."""
+    key = ModelKey(source.fingerprint, dtype, placement.devices, placement.backend)
+    with _table_lock:
+        found = _table.get(key)
+        if found is None:
+            found = _table[key] = ShardedModel(key, source, placement, dtype)
+        return found
+
+
+def known_models() -> list[ShardedModel]:
+    """Every model that nodes refer to or that waits out its idle time."""
+    with _table_lock:
+        return list(_table.values())
+
+
+def forget(model: ShardedModel) -> int:
+    """Free the shards of `model`, and end its ranks when no other model is on them. Returns the bytes freed."""
+    group = model.remote.group if model.remote is not None else None
+    freed = model.unload()
+    if group is not None and not any(
+        other.remote and other.remote.group is group for other in known_models()
+    ):
+        groups.close_group(group)
+    return freed

@@ -1,0 +1,101 @@
+"""What a model file or folder holds, from its headers alone, before any rank is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.checkpoint.files import Checkpoint
+from ..core.errors import CheckpointError, UnsupportedError
+from ..core.models import ARCHITECTURES, Architecture, architecture_named
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+# Bytes of one stored value, for the estimate of what a dtype chosen in the node makes of the file.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model at `path`, as its headers and config.json describe it. Nothing of it is in memory."""
+
+    path: str
+    architecture: Architecture
+    config: Mapping[str, Any]
+    fingerprint: Fingerprint
+    stored: Mapping[str, int]
+    values: int
+
+    @classmethod
+    def open(cls, path: Path) -> ModelSource:
+        """Read the headers at `path`, a .safetensors file or the folder of one component.
+
+        Raises `CheckpointError` for damaged or foreign files, `UnsupportedError` for a class without a plan.
+        """
+        checkpoint = Checkpoint.open(path)
+        architecture, config = _recognise(checkpoint)
+        stored: dict[str, int] = {}
+        values = 0
+        for entry in checkpoint.entries.values():
+            stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
+            size = 1
+            for length in entry.shape:
+                size *= length
+            values += size
+        return cls(str(path), architecture, config, checkpoint.fingerprint(), stored, values)
+
+    @property
+    def heads(self) -> int | None:
+        """Attention heads, which the degree must divide."""
+        return self.architecture.heads(self.config)
+
+    def expected_bytes(self, dtype: str) -> int:
+        """Bytes of all weights in `dtype` ("default": as stored)."""
+        if dtype in DTYPE_BYTES:
+            return self.values * DTYPE_BYTES[dtype]
+        return sum(self.stored.values())
+
+    def compute_dtype(self, dtype: str) -> str:
+        """The dtype that the ranks compute in: the chosen one, or the one most of the file is stored in."""
+        if dtype in ("float32", "bfloat16", "float16"):
+            return dtype
+        plain = {STORED[name]: size for name, size in self.stored.items() if name in STORED}
+        return max(plain, key=lambda name: plain[name]) if plain else "bfloat16"
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Path, size and modification time (ns) of every file of the model at `path`, without opening them."""
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors"))
+    )
+    found = []
+    for file in files:
+        status = file.stat()
+        found.append((str(file), status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]:
+    if checkpoint.config is not None and "_class_name" in checkpoint.config:
+        named = checkpoint.config["_class_name"]
+        for name, class_name in ARCHITECTURES.items():
+            if class_name == named:
+                return architecture_named(name), checkpoint.config
+        raise UnsupportedError(
+            f"{checkpoint.path} holds a {named}, which cannot be sharded yet. Choose a model of the class "
+            f"{', '.join(ARCHITECTURES.values())}."
+        )
+    for name in ARCHITECTURES:
+        architecture = architecture_named(name)
+        config = architecture.detect(checkpoint.entries) if architecture.detect else None
+        if config is not None:
+            return architecture, config
+    raise CheckpointError(
+        f"{checkpoint.path} is not a model that can be sharded: its tensor names fit none of "
+        f"{', '.join(ARCHITECTURES)}. Choose a FLUX.2 transformer file, or its diffusers folder."
+    )

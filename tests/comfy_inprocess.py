@@ -1,0 +1,111 @@
+"""ComfyUI's own modules inside the test process, on the CPU, and a small FLUX.2 to run them on.
+
+Importing `comfy` reads the command line once and for all, so this is the only place that does it first.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL = {
+    "patch_size": 1,
+    "in_channels": 128,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 48,
+    "timestep_guidance_channels": 256,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (8, 8, 8, 8),
+    "rope_theta": 2000,
+}
+
+
+@functools.cache
+def import_comfy() -> Path:
+    """Make `comfy`, `nodes`, `folder_paths` importable as in ``main.py --cpu``; returns the base folder in use."""
+    from comfy_tp.core.cli.comfyui import comfyui_path
+
+    base = Path(tempfile.mkdtemp(prefix="comfy-tp-inprocess-"))
+    for name in (
+        "models/diffusion_models",
+        "models/diffusers",
+        "input",
+        "output",
+        "temp",
+        "user",
+        "custom_nodes",
+    ):
+        (base / name).mkdir(parents=True)
+    sys.path.append(str(comfyui_path()))
+    given, sys.argv = sys.argv, ["main.py", "--cpu", "--base-directory", str(base)]
+    try:
+        import comfy.options
+
+        comfy.options.enable_args_parsing()
+        import comfy.cli_args  # noqa: F401
+        import comfy.model_management  # noqa: F401
+        import folder_paths  # noqa: F401
+    finally:
+        sys.argv = given
+    return base
+
+
+def save_small_model(
+    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Save a small FLUX.2 of random weights as a diffusers model folder."""
+    from diffusers import Flux2Transformer2DModel
+
+    torch.manual_seed(seed)
+    model = Flux2Transformer2DModel(**{**SMALL, **changes})
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def bfl_state(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a diffusers folder under the names of the single file."""
+    from safetensors.torch import load_file
+
+    from comfy_tp.core.models.flux2_layout import BFL_FLUX2
+
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            sources = BFL_FLUX2.sources(name)
+            assert sources is not None, name
+            for (names, part, _count), piece in zip(sources, tensor.chunk(len(sources)), strict=True):
+                parts.setdefault(names[0], {})[part] = piece
+    return {name: torch.cat([found[part] for part in sorted(found)]) for name, found in parts.items()}
+
+
+def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """ComfyUI's own MODEL (a stock ModelPatcher) with the weights of a diffusers folder."""
+    import json
+
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    from comfy_tp.comfy_tp_nodes.model import unet_config
+
+    config = comfy.supported_models.Flux2(unet_config(json.loads((folder / "config.json").read_text())))
+    config.set_inference_dtype(dtype, None)
+    model = config.get_model({}, "", device="cpu")
+    missing, unexpected = model.diffusion_model.load_state_dict(bfl_state(folder), strict=False)
+    assert not missing and not unexpected, (missing, unexpected)
+    return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|, in L2."""
+    return float((found - expected).norm() / expected.norm())
