@@ -38,11 +38,10 @@ def owners(wanted: Mapping[str, Wanted], checkpoint: Checkpoint, degree: int) ->
     return chosen
 
 
-def agree(
-    group: dist.ProcessGroup | None, degree: int, rank: int, failed: bool, device: torch.device
-) -> list[int]:
+def agree(group: dist.ProcessGroup | None, degree: int, rank: int, failed: bool) -> list[int]:
     """The ranks that failed, known to all of them, so that none waits for a broadcast that will not come."""
-    where = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    on_gpu = dist.get_backend(group) == "nccl"
+    where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     flags = torch.zeros(degree, dtype=torch.int32, device=where)
     flags[rank] = int(failed)
     dist.all_reduce(flags, group=group)

@@ -154,7 +154,7 @@ def read_shards(
             failure = error
             tensors.clear()
         if not alone:
-            failed = agree(group, degree, rank, failure is not None, device)
+            failed = agree(group, degree, rank, failure is not None)
             if failure is None and failed:
                 raise CheckpointError(
                     f"Rank {', '.join(map(str, failed))} could not read its part of {checkpoint.path}; its own error "
