@@ -218,7 +218,7 @@ def is_fp8(tensor: torch.Tensor) -> bool:
 
 
 class Workspace(threading.local):
-    """Of each thread, one buffer per device and dtype into which layers dequantise their weight, one after the other."""
+    """Of each thread, one buffer per device and dtype into which layers dequantise their weight, in turn."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}

@@ -18,6 +18,7 @@ from torch import nn
 from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
 from ..linear import RowwiseLinear, RowwiseSplitInputLinear
+from ..local import LocalAttributes
 from ..plan import PackedColwiseParallel, PackedRowwiseParallel
 from ..ranks import Ranks
 from .architecture import Architecture
@@ -25,6 +26,7 @@ from .flux2_layout import BFL_FLUX2
 from .tokens import flatten_latent, image_ids, reference_tokens, text_ids, unflatten_latent
 
 PLAN = {
+    "transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim")),
     "transformer_blocks.*.attn.to_q": "colwise",
     "transformer_blocks.*.attn.to_k": "colwise",
     "transformer_blocks.*.attn.to_v": "colwise",
@@ -37,8 +39,11 @@ PLAN = {
     "transformer_blocks.*.ff.linear_out": "rowwise",
     "transformer_blocks.*.ff_context.linear_in": PackedColwiseParallel((1, 1)),
     "transformer_blocks.*.ff_context.linear_out": "rowwise",
-    "single_transformer_blocks.*.attn.to_qkv_mlp_proj": PackedColwiseParallel(),
-    "single_transformer_blocks.*.attn.to_out": PackedRowwiseParallel(),
+    "single_transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim", "mlp_hidden_dim")),
+    "single_transformer_blocks.*.attn.to_qkv_mlp_proj": PackedColwiseParallel(
+        sizes=("inner_dim", "inner_dim", "inner_dim", "mlp_hidden_dim", "mlp_hidden_dim")
+    ),
+    "single_transformer_blocks.*.attn.to_out": PackedRowwiseParallel(sizes=("inner_dim", "mlp_hidden_dim")),
     # The modulations read one vector per step: 1.13 GB of FLUX.2-dev that every rank would hold whole.
     "double_stream_modulation_img.linear": "rowwise_split_input",
     "double_stream_modulation_txt.linear": "rowwise_split_input",
@@ -49,6 +54,9 @@ MODULATIONS = ("double_stream_modulation_img", "double_stream_modulation_txt", "
 REFERENCE_SCALE = 10  # axis 0 of the k-th reference's ids is 10 * (k + 1)
 
 
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin [S, head_dim], text tokens first
+
+
 class JointAttention:
     """Attention processor of a sharded double block: local heads, and one reduce for both output projections.
 
@@ -56,7 +64,8 @@ class JointAttention:
     """
 
     def __init__(self, processor: Any):
-        self.processor = processor  # diffusers' own; kept for its backend settings
+        self._attention_backend = getattr(processor, "_attention_backend", None)
+        self._parallel_config = None  # both are what diffusers looks for on a processor
 
     def __call__(
         self,
@@ -64,52 +73,75 @@ class JointAttention:
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        image_rotary_emb: Rope | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        def heads(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(-1, (-1, attn.head_dim))
-
-        query = torch.cat(
-            [
-                attn.norm_added_q(heads(attn.add_q_proj(encoder_hidden_states))),
-                attn.norm_q(heads(attn.to_q(hidden_states))),
-            ],
-            dim=1,
+        image, text = joint_attention(
+            attn,
+            hidden_states,
+            encoder_hidden_states,
+            image_rotary_emb,
+            attention_mask,
+            self._attention_backend,
         )
-        key = torch.cat(
-            [
-                attn.norm_added_k(heads(attn.add_k_proj(encoder_hidden_states))),
-                attn.norm_k(heads(attn.to_k(hidden_states))),
-            ],
-            dim=1,
-        )
-        value = torch.cat(
-            [heads(attn.add_v_proj(encoder_hidden_states)), heads(attn.to_v(hidden_states))], dim=1
-        )
-        if image_rotary_emb is not None:
-            query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
-            key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
-        mixed = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            backend=getattr(self.processor, "_attention_backend", None),
-        )
-        mixed = mixed.flatten(2, 3).to(query.dtype)
-        text = encoder_hidden_states.shape[1]
-        context, image = joint_reduce((attn.to_add_out, mixed[:, :text]), (attn.to_out[0], mixed[:, text:]))
-        return attn.to_out[1](image), context
+        return attn.to_out[1](image), text
 
 
-def joint_reduce(*products: tuple[RowwiseLinear, torch.Tensor]) -> list[torch.Tensor]:
+def joint_attention(
+    attn: nn.Module,
+    image: torch.Tensor,
+    text: torch.Tensor,
+    rope: Rope | None,
+    mask: torch.Tensor | None = None,
+    backend: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both streams of a double block attend to each other on this rank's heads: image and text outputs, whole."""
+    width = attn.head_dim
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, width))
+
+    query = torch.cat(
+        [attn.norm_added_q(heads(attn.add_q_proj(text))), attn.norm_q(heads(attn.to_q(image)))], dim=1
+    )
+    key = torch.cat(
+        [attn.norm_added_k(heads(attn.add_k_proj(text))), attn.norm_k(heads(attn.to_k(image)))], dim=1
+    )
+    value = torch.cat([heads(attn.add_v_proj(text)), heads(attn.to_v(image))], dim=1)
+    mixed = attend(query, key, value, rope, mask, backend)
+    split = text.shape[1]
+    text, image = joint_reduce((attn.to_add_out, mixed[:, :split]), (attn.to_out[0], mixed[:, split:]))
+    return image, text
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rope: Rope | None,
+    mask: torch.Tensor | None = None,
+    backend: Any = None,
+) -> torch.Tensor:
+    """Rotary attention of [B, S, heads, head_dim] each, by diffusers' backends: [B, S, heads * head_dim]."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    if rope is not None:
+        query = apply_rotary_emb(query, rope, sequence_dim=1)
+        key = apply_rotary_emb(key, rope, sequence_dim=1)
+    return (
+        dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
+        .flatten(2, 3)
+        .to(query.dtype)
+    )
+
+
+def joint_reduce(*products: tuple[nn.Module, torch.Tensor]) -> list[torch.Tensor]:
     """Run row-wise layers on their inputs [B, S_i, in] and join their partial sums with a single all-reduce.
 
-    Returns the outputs [B, S_i, out] in order, as views of one buffer.
+    Returns the outputs [B, S_i, out] in order, as views of one buffer. Plain Linears (degree 1) just run.
     """
+    if not isinstance(products[0][0], RowwiseLinear):
+        return [layer(x) for layer, x in products]
     lengths = [x.shape[1] for _, x in products]
     buffer = torch.cat([layer.partial(x) for layer, x in products], dim=1)
     products[0][0].ranks.all_reduce(buffer)
@@ -120,46 +152,83 @@ def joint_reduce(*products: tuple[RowwiseLinear, torch.Tensor]) -> list[torch.Te
     return outputs
 
 
+def double_block(
+    block: nn.Module,
+    image: torch.Tensor,
+    text: torch.Tensor,
+    image_modulation: torch.Tensor,
+    text_modulation: torch.Tensor,
+    rope: Rope | None,
+    attention: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A double block whose two feed-forwards end in one reduce: text and image tokens after it.
+
+    `attention(image, text)` gives both attention outputs.
+    """
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation_vectors(image_modulation, 6)
+    t_shift, t_scale, t_gate, t_ff_shift, t_ff_scale, t_ff_gate = modulation_vectors(text_modulation, 6)
+
+    attended, t_attended = attention(
+        (1 + scale) * block.norm1(image) + shift, (1 + t_scale) * block.norm1_context(text) + t_shift
+    )
+    image = image + gate * attended
+    text = text + t_gate * t_attended
+
+    ff, t_ff = block.ff, block.ff_context
+    up = ff.act_fn(ff.linear_in((1 + ff_scale) * block.norm2(image) + ff_shift))
+    t_up = t_ff.act_fn(t_ff.linear_in((1 + t_ff_scale) * block.norm2_context(text) + t_ff_shift))
+    t_down, down = joint_reduce((t_ff.linear_out, t_up), (ff.linear_out, up))
+    image = image + ff_gate * down
+    text = text + t_ff_gate * t_down
+    if text.dtype == torch.float16:
+        text = text.clip(-65504, 65504)
+    return text, image
+
+
 def double_block_forward(
     self: nn.Module,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb_mod_img: torch.Tensor,
     temb_mod_txt: torch.Tensor,
-    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    image_rotary_emb: Rope | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A double block whose two feed-forwards end in one reduce. Same arguments and result as the diffusers block."""
-    image_shift, image_scale, image_gate, ff_shift, ff_scale, ff_gate = _modulation(temb_mod_img, 6)
-    text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = _modulation(
-        temb_mod_txt, 6
+    """`double_block` with the arguments of the diffusers block, to be bound onto it."""
+
+    def attention(image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.attn(
+            hidden_states=image,
+            encoder_hidden_states=text,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+
+    return double_block(
+        self, hidden_states, encoder_hidden_states, temb_mod_img, temb_mod_txt, image_rotary_emb, attention
     )
 
-    image, text = hidden_states, encoder_hidden_states
-    attended_image, attended_text = self.attn(
-        hidden_states=(1 + image_scale) * self.norm1(image) + image_shift,
-        encoder_hidden_states=(1 + text_scale) * self.norm1_context(text) + text_shift,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    image = image + image_gate * attended_image
-    text = text + text_gate * attended_text
 
-    image_up = self.ff.act_fn(self.ff.linear_in(self.norm2(image) * (1 + ff_scale) + ff_shift))
-    text_up = self.ff_context.act_fn(
-        self.ff_context.linear_in(self.norm2_context(text) * (1 + text_ff_scale) + text_ff_shift)
-    )
-    text_down, image_down = joint_reduce(
-        (self.ff_context.linear_out, text_up), (self.ff.linear_out, image_up)
-    )
-    image = image + ff_gate * image_down
-    text = text + text_ff_gate * text_down
-    if text.dtype == torch.float16:
-        text = text.clip(-65504, 65504)
-    return text, image
+def single_block(
+    block: nn.Module, tokens: torch.Tensor, modulation: torch.Tensor, rope: Rope | None
+) -> torch.Tensor:
+    """A single block on joint tokens [B, S, d]: attention and feed-forward side by side, one reduce."""
+    shift, scale, gate = modulation_vectors(modulation, 3)
+    attn = block.attn
+    joined = attn.to_qkv_mlp_proj((1 + scale) * block.norm(tokens) + shift)
+    # Packed shards keep the proportions of q, k, v and the feed-forward's two halves.
+    whole = 3 * attn.inner_dim + attn.mlp_hidden_dim * attn.mlp_mult_factor
+    width = joined.shape[-1] * attn.inner_dim // whole
+    query, key, value, up = joined.split([width, width, width, joined.shape[-1] - 3 * width], dim=-1)
+    query = attn.norm_q(query.unflatten(-1, (-1, attn.head_dim)))
+    key = attn.norm_k(key.unflatten(-1, (-1, attn.head_dim)))
+    backend = getattr(attn.processor, "_attention_backend", None)
+    mixed = attend(query, key, value.unflatten(-1, (-1, attn.head_dim)), rope, backend=backend)
+    tokens = tokens + gate * attn.to_out(torch.cat([mixed, attn.mlp_act_fn(up)], dim=-1))
+    return tokens.clip(-65504, 65504) if tokens.dtype == torch.float16 else tokens
 
 
-def _modulation(parameters: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+def modulation_vectors(parameters: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Shift, scale and gate vectors [B, 1 or S, d] from a modulation's output [B, (S,) count * d]."""
     if parameters.ndim == 2:
         parameters = parameters.unsqueeze(1)
@@ -253,16 +322,53 @@ def predict(
     for reference, position in reference_tokens(references, reference_method, height, width, REFERENCE_SCALE):
         tokens.append(flatten_latent(reference.to(x.dtype).expand(batch, -1, -1, -1)))
         ids.append(position.to(x.device))
-    velocity = model(
-        hidden_states=torch.cat(tokens, dim=1),
-        encoder_hidden_states=context,
-        timestep=timestep,
-        img_ids=torch.cat(ids),
-        txt_ids=text_ids(context.shape[1], x.device),
-        guidance=guidance if config.guidance_embeds else None,
-        return_dict=False,
-    )[0]
+    velocity = run(
+        model,
+        torch.cat(tokens, dim=1),
+        context,
+        timestep,
+        guidance,
+        torch.cat([text_ids(context.shape[1], x.device), *ids]),
+    )
     return unflatten_latent(velocity[:, : height * width], height, width)
+
+
+def run(
+    model: nn.Module,
+    image: torch.Tensor,
+    text: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance: torch.Tensor | None,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The model on image tokens [B, S, in] and text tokens [B, L, joint]; `ids` [L + S, 4] positions, text first.
+
+    `timestep` and `guidance` [B] stay in the dtype they come in until they are embedded: in bfloat16 the time keeps
+    its float32 value and a guidance of 3.5 becomes 3504 / 1000, as ComfyUI has it. Returns [B, S, out].
+    """
+    dtype = image.dtype
+    embed = model.time_guidance_embed
+    temb = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(dtype))
+    if guidance is not None and embed.guidance_embedder is not None:
+        temb = temb + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(dtype))
+    image_modulation = model.double_stream_modulation_img(temb)
+    text_modulation = model.double_stream_modulation_txt(temb)
+    single_modulation = model.single_stream_modulation(temb)
+    rope = model.pos_embed(ids)
+    image, text = model.x_embedder(image), model.context_embedder(text)
+    for block in model.transformer_blocks:
+        backend = getattr(block.attn.processor, "_attention_backend", None)
+
+        def attention(
+            image: torch.Tensor, text: torch.Tensor, attn: nn.Module = block.attn, backend: Any = backend
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return joint_attention(attn, image, text, rope, backend=backend)
+
+        text, image = double_block(block, image, text, image_modulation, text_modulation, rope, attention)
+    tokens = torch.cat([text, image], dim=1)
+    for block in model.single_transformer_blocks:
+        tokens = single_block(block, tokens, single_modulation, rope)
+    return model.proj_out(model.norm_out(tokens[:, text.shape[1] :], temb))
 
 
 # Conditioning width -> the text encoder it comes from (three hidden states of it side by side).
@@ -327,6 +433,30 @@ def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """Arguments of one forward: 4x3 image tokens, 5 text tokens, batch 2, unequal timesteps."""
+    image, text = (4, 3), 5
+    return {
+        "hidden_states": torch.randn(2, image[0] * image[1], config["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(2, text, config["joint_attention_dim"], generator=generator),
+        "timestep": torch.tensor([0.7, 0.4]),
+        "img_ids": image_ids(*image, "cpu"),
+        "txt_ids": text_ids(text, "cpu"),
+        "guidance": torch.tensor([3.5, 2.0]) if config["guidance_embeds"] else None,
+    }
+
+
+SMALL = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 12,
+    "joint_attention_dim": 40,
+    "timestep_guidance_channels": 32,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+
 ARCHITECTURE = Architecture(
     name="flux2",
     model_class="Flux2Transformer2DModel",
@@ -336,4 +466,23 @@ ARCHITECTURE = Architecture(
     bind=bind,
     merged=merged,
     predict=predict,
+    published={
+        "FLUX.2-dev": {},
+        "FLUX.2-klein-9B": {
+            "num_layers": 8,
+            "num_single_layers": 24,
+            "num_attention_heads": 32,
+            "joint_attention_dim": 12288,
+            "guidance_embeds": False,
+        },
+        "FLUX.2-klein-4B": {
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 7680,
+            "guidance_embeds": False,
+        },
+    },
+    examples={"dev": SMALL, "klein": {**SMALL, "num_layers": 1, "guidance_embeds": False}},
+    inputs=inputs,
 )
