@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from weight_files import small_model, tensor, write_raw
+
 from comfy_tp.core.checkpoint import Checkpoint, check, read_header
 from comfy_tp.core.checkpoint.header import HEADER_LIMIT
 from comfy_tp.core.checkpoint.layout import IDENTITY
 from comfy_tp.core.errors import CheckpointError
-from weight_files import small_model, tensor, write_raw
 
 
 def test_every_tensor_is_found_where_safetensors_wrote_it(tmp_path):

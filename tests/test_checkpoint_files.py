@@ -1,0 +1,252 @@
+"""Which files make up a model: folders, indexes, variants, the hub's cache, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from comfy_tp.core.checkpoint import Checkpoint, resolve_source
+from comfy_tp.core.errors import CheckpointError
+
+
+def save(path: Path, *names: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: torch.ones(2, 2) for name in names}, path)
+    return path
+
+
+def save_index(
+    folder: Path, weight_map: dict[str, object], name: str = "model.safetensors.index.json"
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return folder / name
+
+
+def test_a_single_file_is_opened_with_the_config_beside_it(tmp_path):
+    save(tmp_path / "flux.safetensors", "a")
+    (tmp_path / "config.json").write_text('{"num_layers": 3}')
+    checkpoint = Checkpoint.open(tmp_path / "flux.safetensors")
+    assert set(checkpoint.entries) == {"a"}
+    assert checkpoint.config == {"num_layers": 3}
+    assert checkpoint.nbytes == 16
+
+
+@pytest.mark.parametrize("stem", ["diffusion_pytorch_model", "model"])
+def test_a_folder_is_opened_by_the_names_of_diffusers_and_transformers(tmp_path, stem):
+    save(tmp_path / f"{stem}.safetensors", "a")
+    save(tmp_path / "unrelated.safetensors", "b")
+    assert set(Checkpoint.open(tmp_path).entries) == {"a"}
+
+
+def test_an_index_joins_several_files(tmp_path):
+    save(tmp_path / "model-00001-of-00002.safetensors", "a", "b")
+    save(tmp_path / "model-00002-of-00002.safetensors", "c")
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_index(tmp_path, {"a": first, "b": first, "c": second})
+    checkpoint = Checkpoint.open(tmp_path)
+    assert set(checkpoint.entries) == {"a", "b", "c"}
+    assert [os.path.basename(path) for path in checkpoint.files] == [first, second]
+    assert checkpoint.entries["c"].path == os.fspath(tmp_path / second)
+
+
+def test_a_subfolder_of_a_pipeline_is_opened(tmp_path):
+    save(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors", "a")
+    (tmp_path / "model_index.json").write_text("{}")
+    assert set(Checkpoint.open(tmp_path, "transformer").entries) == {"a"}
+    with pytest.raises(
+        CheckpointError, match=r"is a pipeline folder.*subfolder='transformer'; it has: transformer"
+    ):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="has no subfolder 'unet'. It has: transformer"):
+        Checkpoint.open(tmp_path, "unet")
+    with pytest.raises(CheckpointError, match="leads out of"):
+        Checkpoint.open(tmp_path, "../elsewhere")
+
+
+def test_a_variant_is_chosen_and_the_only_one_is_taken(tmp_path):
+    save(tmp_path / "model.fp16.safetensors", "half")
+    assert set(Checkpoint.open(tmp_path).entries) == {"half"}
+    save(tmp_path / "model.safetensors", "full")
+    assert set(Checkpoint.open(tmp_path).entries) == {"full"}
+    assert set(Checkpoint.open(tmp_path, variant="fp16").entries) == {"half"}
+    with pytest.raises(
+        CheckpointError, match="has no weights of variant 'bf16'.*It has: model.fp16.safetensors"
+    ):
+        Checkpoint.open(tmp_path, variant="bf16")
+
+
+def test_a_variant_in_several_files_is_found_by_its_index(tmp_path):
+    save(tmp_path / "model.fp16-00001-of-00001.safetensors", "a")
+    save_index(tmp_path, {"a": "model.fp16-00001-of-00001.safetensors"}, "model.safetensors.index.fp16.json")
+    assert set(Checkpoint.open(tmp_path, variant="fp16").entries) == {"a"}
+    assert set(Checkpoint.open(tmp_path).entries) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("diffusion_pytorch_model.bin", "Only safetensors weights can be read in shards"),
+        ("model.pt", "convert them with save_pretrained"),
+        ("flux2.gguf", "GGUF weights are not supported yet; use the bf16 or fp8 .safetensors file"),
+    ],
+)
+def test_R16_other_formats_are_refused_by_name(tmp_path, name, advice):
+    (tmp_path / name).write_bytes(b"weights")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=advice) as caught:
+            Checkpoint.open(path)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_an_index_may_not_name_files_elsewhere(tmp_path):
+    save(tmp_path / "outside.safetensors", "a")
+    for name in (
+        "../outside.safetensors",
+        str(tmp_path / "outside.safetensors"),
+        "x/y.safetensors",
+        "..",
+        "",
+        3,
+    ):
+        save_index(tmp_path / "model", {"a": name})
+        with pytest.raises(CheckpointError, match="which is outside the model's folder"):
+            Checkpoint.open(tmp_path / "model")
+    save_index(tmp_path / "model", {"a": "weights.bin"})
+    with pytest.raises(CheckpointError, match="weights.bin is not a safetensors file"):
+        Checkpoint.open(tmp_path / "model")
+
+
+def test_missing_and_contradictory_files_are_named(tmp_path):
+    save(tmp_path / "one.safetensors", "a")
+    save_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    with pytest.raises(CheckpointError, match="1 of 2 weight files are missing: two.safetensors. Download"):
+        Checkpoint.open(tmp_path)
+    save(tmp_path / "two.safetensors", "a", "b")
+    with pytest.raises(
+        CheckpointError, match="Tensor 'a' lies in two files, .*one.safetensors and .*two.safetensors"
+    ):
+        Checkpoint.open(tmp_path)
+    save(tmp_path / "two.safetensors", "c")
+    with pytest.raises(
+        CheckpointError, match="tensor 'b' should lie in .*two.safetensors, but that file does not"
+    ):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="index.json is not valid JSON"):
+        Checkpoint.open(tmp_path)
+
+
+def test_several_sets_and_none_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no safetensors weights. It has: nothing"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="No such model: .*nowhere"):
+        Checkpoint.open(tmp_path / "nowhere")
+    save(tmp_path / "one.safetensors", "a")
+    assert set(Checkpoint.open(tmp_path).entries) == {"a"}
+    save(tmp_path / "two.safetensors", "b")
+    with pytest.raises(CheckpointError, match="several sets of weights: one.safetensors, two.safetensors"):
+        Checkpoint.open(tmp_path)
+    save(tmp_path / "part" / "flux-00001-of-00002.safetensors", "a")
+    with pytest.raises(CheckpointError, match="but no .*index.json that names all parts"):
+        Checkpoint.open(tmp_path / "part")
+
+
+def test_the_fingerprint_changes_with_the_file(tmp_path):
+    path = save(tmp_path / "one.safetensors", "a")
+    before = Checkpoint.open(path).fingerprint()
+    assert before == Checkpoint.open(path).fingerprint()
+    os.utime(path, ns=(1, 1))
+    assert before != Checkpoint.open(path).fingerprint()
+
+
+def fake_hub(cache: Path, repository: str = "owner/flux", revision: str = "main") -> Path:
+    """A hub cache as huggingface_hub leaves it: blobs, a snapshot of links, and the branch's commit."""
+    folder = cache / ("models--" + repository.replace("/", "--"))
+    commit = "a" * 40
+    snapshot = folder / "snapshots" / commit / "transformer"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(commit)
+    (folder / "blobs").mkdir()
+    save(folder / "blobs" / "b1", "a")
+    (folder / "blobs" / "b2").write_text('{"_class_name": "Flux2Transformer2DModel"}')
+    (snapshot / "diffusion_pytorch_model.safetensors").symlink_to("../../../blobs/b1")
+    (snapshot / "config.json").symlink_to("../../../blobs/b2")
+    return snapshot
+
+
+def test_a_hub_repository_is_found_in_the_local_cache(tmp_path):
+    snapshot = fake_hub(tmp_path)
+    for options in ({}, {"local_files_only": True}, {"revision": "main"}, {"revision": "a" * 40}):
+        found = resolve_source("owner/flux", subfolder="transformer", cache_dir=tmp_path, **options)
+        assert found == snapshot
+    checkpoint = Checkpoint.open(found)
+    assert set(checkpoint.entries) == {"a"}
+    assert checkpoint.config == {"_class_name": "Flux2Transformer2DModel"}
+
+
+def test_offline_a_model_that_is_not_there_is_named_with_how_to_get_it(tmp_path):
+    fake_hub(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source("owner/other", subfolder="transformer", cache_dir=tmp_path, local_files_only=True)
+    assert "'owner/other', folder 'transformer' is not complete in the local hub cache" in str(caught.value)
+    assert 'Get it with: hf download owner/other --include "transformer/*"' in str(caught.value)
+    with pytest.raises(CheckpointError, match="revision 'v2'.*hf download .* --revision v2"):
+        resolve_source("owner/flux", revision="v2", cache_dir=tmp_path, local_files_only=True)
+
+
+def test_an_interrupted_download_is_not_taken_for_a_model(tmp_path):
+    snapshot = fake_hub(tmp_path)
+    (snapshot / "diffusion_pytorch_model.safetensors").unlink()
+    save_index(
+        snapshot,
+        {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"},
+        "diffusion_pytorch_model.safetensors.index.json",
+    )
+    with pytest.raises(CheckpointError, match="1 of 1 weight files are missing.*downloading is switched off"):
+        resolve_source("owner/flux", subfolder="transformer", cache_dir=tmp_path, local_files_only=True)
+
+
+def test_HF_HUB_OFFLINE_and_HF_HUB_CACHE_are_honoured(tmp_path):
+    snapshot = fake_hub(tmp_path)
+    script = (
+        "from comfy_tp.core.checkpoint import resolve_source\n"
+        "print(resolve_source('owner/flux', subfolder='transformer'))\n"
+        "try:\n    resolve_source('owner/none')\nexcept Exception as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    first, second = done.stdout.strip().splitlines()
+    assert first == str(snapshot)
+    assert (
+        f"'owner/none' is not complete in the local hub cache {tmp_path}, and downloading is switched off"
+        in second
+    )
+
+
+def test_a_local_path_comes_before_the_hub_and_nonsense_is_no_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "owner" / "flux" / "model.safetensors", "local")
+    assert set(Checkpoint.open(resolve_source("owner/flux")).entries) == {"local"}
+    for name in ("/no/such/folder", "../up", "a/b/c", "flux.safetensors", "owner/..", "x y", ""):
+        with pytest.raises(CheckpointError):
+            resolve_source(name, local_files_only=True)
+    with pytest.raises(CheckpointError, match="neither a file or folder here nor the id of a hub repository"):
+        resolve_source("/no/such/folder")
+    with pytest.raises(CheckpointError, match="leads out of the repository"):
+        resolve_source("owner/remote", subfolder="../..", local_files_only=True)
