@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 SMALL = {
@@ -109,3 +111,68 @@ def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """|found - expected| / |expected|, in L2."""
     return float((found - expected).norm() / expected.norm())
+
+
+@functools.cache
+def small_model() -> Path:
+    """The folder of the small FLUX.2 that most tests share, among ComfyUI's diffusion_models."""
+    return save_small_model(import_comfy() / "models/diffusion_models/small-flux2")
+
+
+@functools.cache
+def native() -> Any:
+    """ComfyUI's own MODEL of `small_model`."""
+    import_comfy()
+    return native_model(small_model())
+
+
+@functools.cache
+def tp_model(degree: int = 2) -> Any:
+    """The MODEL of `small_model` from Load TP Model, on ranks that all tests share."""
+    import_comfy()
+    small_model()
+    return load_tp("small-flux2", degree)
+
+
+def load_tp(
+    name: str, degree: int = 2, *, policy: str = "keep", dtype: str = "default", devices: str = "cpu"
+) -> Any:
+    """What Load TP Model hands on."""
+    from comfy_tp.comfy_tp_nodes.nodes.load_model import LoadTPModel
+
+    with torch.inference_mode():
+        return LoadTPModel.execute(name, degree, devices, dtype, policy).args[0]
+
+
+def conditioning(length: int = 77, *, seed: int = 1, batch: int = 1, width: int = 48, **values: Any) -> list:
+    """A CONDITIONING as FLUX.2's text encoder makes it, of random values."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(batch, length, width, generator=generator), {"pooled_output": None, **values}]]
+
+
+def latent(height: int = 4, width: int = 4, *, batch: int = 1, seed: int | None = None, **more: Any) -> dict:
+    """A LATENT; empty without a seed, else of random values."""
+    if seed is None:
+        return {"samples": torch.zeros(batch, 128, height, width), **more}
+    generator = torch.Generator().manual_seed(seed)
+    return {"samples": torch.randn(batch, 128, height, width, generator=generator), **more}
+
+
+def ksampler(model: Any, positive: list, negative: list, into: dict, **changes: Any) -> torch.Tensor:
+    """What the stock KSampler node returns: samples [B, 128, h, w]."""
+    import nodes
+
+    inputs = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", **changes}
+    with torch.inference_mode():
+        result = nodes.common_ksampler(model, positive=positive, negative=negative, latent=into, **inputs)
+        return result[0]["samples"]
+
+
+@pytest.fixture(scope="session")
+def in_comfy() -> Iterator[Path]:
+    """ComfyUI's base folder; the ranks that tests have started in this process end with the session."""
+    yield import_comfy()
+    from comfy_tp.comfy_tp_nodes import groups
+
+    tp_model.cache_clear()
+    groups.close_all()
