@@ -69,6 +69,16 @@ class Ranks:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """`tensor` of every rank, in rank order; all have the same shape. Degree 1 gives back its own."""
+        if self.degree == 1:
+            return [tensor]
+        self.collectives += 1
+        self.collective_bytes += tensor.numel() * tensor.element_size()
+        parts = [torch.empty_like(tensor) for _ in range(self.degree)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
     def __deepcopy__(self, memo: dict) -> Ranks:
         return self  # a process group cannot be copied; copies of a model share their ranks
 

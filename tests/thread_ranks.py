@@ -38,6 +38,15 @@ class ThreadRanks(Ranks):
         self.threads.barrier.wait(WAIT)
         return tensor.copy_(total)
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.collectives += 1
+        self.collective_bytes += tensor.numel() * tensor.element_size()
+        self.threads.table[self.rank] = tensor.clone()
+        self.threads.barrier.wait(WAIT)
+        parts = list(self.threads.table)
+        self.threads.barrier.wait(WAIT)
+        return parts
+
 
 def on_ranks(degree: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """Run `work(ranks)` on `degree` ranks at once; their results in rank order. Raises what a rank raised."""
