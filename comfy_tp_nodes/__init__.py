@@ -9,6 +9,7 @@ from typing import Any
 # File under nodes/ -> the class in it. The order is the one in which ComfyUI registers them.
 NODES = {
     "load_model": "LoadTPModel",
+    "sampler": "TPSampler",
     "unload_model": "UnloadTPModel",
     "status": "TPStatus",
 }

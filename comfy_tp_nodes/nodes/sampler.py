@@ -14,6 +14,7 @@ from comfy_api.latest import io
 from ...core.errors import InputError
 from ...core.sampling import SAMPLERS
 from ..mirrored import MirroredSampler
+from .schema import check_choice, make_schema
 
 DESCRIPTION = (
     "KSampler for a model from Load TP Model. Its whole loop runs on the ranks: one trip per image instead of one per "
@@ -29,11 +30,11 @@ class TPSampler(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="TPSampler",
             display_name="TP Sampler",
-            category="sampling/tensor parallel",
             description=DESCRIPTION,
+            search_aliases=["tensor parallel", "multi gpu", "ksampler", "flux2", "sample"],
             inputs=[
                 io.Model.Input("model", tooltip="The model from a Load TP Model node."),
                 io.Int.Input(
@@ -150,12 +151,6 @@ def check_model(model: Any) -> None:
             f"TP Sampler needs a model from Load TP Model, and this one is a {type(model.model).__name__} that another "
             f"loader put on one device. Load it with Load TP Model, or sample it with KSampler."
         )
-
-
-def check_choice(name: str, value: str, options: list[str]) -> None:
-    """Raise `InputError` unless `value` is one of `options`. ComfyUI 0.3.75 does not check it."""
-    if value not in options:
-        raise InputError(f"TP Sampler knows no {name} '{value}'. Choose one of: {', '.join(options)}.")
 
 
 def fixed_latent(model: Any, latent: dict[str, Any]) -> torch.Tensor:
