@@ -14,6 +14,7 @@ TORCHVISION ?= torchvision==0.29.1
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv browser lint format test demo bench soak clean
@@ -23,11 +24,15 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+$(STAMP): $(VENV)/.requirements pyproject.toml
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+# torch comes first, so that nothing of what follows chooses another.
+$(VENV)/.requirements: requirements.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(TORCH) $(TORCHVISION)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PIP) $(PIP_ARGS) $(TORCH) $(TORCHVISION)
+	$(PIP) -r requirements-dev.txt
 	touch $@
 
 browser: tests/browser/node_modules/.installed
