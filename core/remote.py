@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 from .group.client import RankGroup
+from .lora import PatchReport
+from .lora_wire import PatchSender
+from .patch import Patch
 
 KEPT_TENSORS = 32  # conditionings and references that the ranks keep per model; the least recently used goes first
+
+UNKNOWN = object()  # a `patches_key` that equals no other
 
 Poll = Callable[[], None]
 
@@ -78,6 +83,7 @@ class RemoteModel:
         self.info = info
         self.last_step_seconds: float | None = None
         self.patches_key: Any = None
+        self._patches = PatchSender()
         self._keys = itertools.count(1)
         self._kept: OrderedDict[int, Callable[[], torch.Tensor | None]] = OrderedDict()
         self._closed = False
@@ -88,6 +94,7 @@ class RemoteModel:
         group: RankGroup,
         source: str,
         *,
+        kind: str = "transformer",
         subfolder: str | None = None,
         dtype: str = "default",
         architecture: str | None = None,
@@ -96,6 +103,7 @@ class RemoteModel:
     ) -> RemoteModel:
         """Load the model folder, single file or hub id `source` in shards.
 
+        `kind`: "transformer", "text_encoder" or "vae" (both folders of a FLUX.2 pipeline).
         `dtype`: "default" (as stored), "float32", "bfloat16", "float16", "float8_e4m3fn". `on_progress(bytes_done,
         bytes_total, gb_per_second)` runs in this thread. Raises `CheckpointError`, `PlanError`, `ConfigError`.
         """
@@ -107,6 +115,7 @@ class RemoteModel:
 
         header = {
             "model": model_id,
+            "kind": kind,
             "source": str(source),
             "subfolder": subfolder,
             "dtype": dtype,
@@ -214,9 +223,43 @@ class RemoteModel:
         tensors = [x.detach().float().cpu().contiguous(), sigmas.detach().float().cpu().contiguous()]
         return self.group.request("sample", header, tensors, on_event=event, poll=poll).tensors[0]
 
-    def patch(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor], *, poll: Poll | None = None) -> dict:
-        """Replace the LoRA patches on the shards (see `core.lora`); returns the ranks' report."""
-        return self.group.request("patch", {"model": self.model_id, **header}, tensors, poll=poll).header
+    def encode_text(self, tokens: torch.Tensor, mask: torch.Tensor, *, poll: Poll | None = None) -> torch.Tensor:
+        """The conditioning [1, L, D] float32 of `tokens` [1, L]; `mask` [1, L] is 0 at padding. A text encoder's."""
+        header = {"model": self.model_id}
+        return self.group.request("encode_text", header, [tokens, mask], poll=poll).tensors[0]
+
+    def encode_image(self, pixels: torch.Tensor, *, poll: Poll | None = None) -> torch.Tensor:
+        """Latents [B, C, h, w] float32 of `pixels` [B, 3, H, W] in -1..1. A VAE's."""
+        return self._on_vae("vae_encode", pixels, poll)
+
+    def decode_latent(self, latents: torch.Tensor, *, poll: Poll | None = None) -> torch.Tensor:
+        """Pixels [B, 3, H, W] float32 in about -1..1 of `latents` [B, C, h, w]. A VAE's."""
+        return self._on_vae("vae_decode", latents, poll)
+
+    def _on_vae(self, command: str, tensor: torch.Tensor, poll: Poll | None) -> torch.Tensor:
+        tensors = [tensor.detach().float().cpu().contiguous()]
+        return self.group.request(command, {"model": self.model_id}, tensors, poll=poll).tensors[0]
+
+    def set_patches(
+        self, patches: Sequence[Patch], *, mode: str = "auto", poll: Poll | None = None
+    ) -> PatchReport:
+        """Replace the LoRA patches on the shards by `patches`; none at all gives the model as it was loaded.
+
+        Tensors cross once: a patch that the ranks hold already (the same tensor objects at the same place) is told by
+        its strengths alone. `mode`: "auto", "merge" or "side" (see `core.lora`). No checkpoint bytes are read. Raises
+        `InputError` and `UnsupportedError`; the patches in place then stay as they are.
+        """
+        entries, tensors, held = self._patches.write(patches)
+        header = {"model": self.model_id, "mode": mode, "patches": entries}
+        try:
+            reply = self.group.request("patch", header, tensors, poll=poll).header
+        except BaseException:
+            # A cancelled command may have been carried out: what the ranks hold is unknown.
+            self._patches.forget()
+            self.patches_key = UNKNOWN
+            raise
+        self._patches.accepted(held)
+        return PatchReport(**reply["report"])
 
     def park(self, *, poll: Poll | None = None) -> int:
         """Move the shards to host memory; returns the device bytes freed over all ranks. `forward` brings them back."""

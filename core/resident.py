@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from .checkpoint.reader import ReadReport
 from .errors import InputError
 from .loading import OpenedModel, load_opened
+from .lora import WeightPatches
 from .ranks import Ranks
 
 
@@ -26,6 +28,11 @@ class ResidentModel:
     report: ReadReport
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     parked: bool = False
+
+    @functools.cached_property
+    def patches(self) -> WeightPatches:
+        """The LoRA patches on this rank's shards."""
+        return WeightPatches(self.module)
 
     @classmethod
     def load(

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from .. import text_encoder, vae
 from ..checkpoint.files import Checkpoint, resolve_source
 from ..config import TensorParallelConfig
 from ..errors import ConfigError, InputError
 from ..loading import DTYPES, open_model
+from ..lora_wire import read_patches
 from ..models import architecture_named
 from ..parallelize import resolve
 from ..ranks import Ranks
@@ -35,7 +38,13 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
     dtype = _dtype(header["dtype"])
     named = header.get("architecture")
     location = resolve_source(header["source"], subfolder=header.get("subfolder"))
-    opened = open_model(Checkpoint.open(location), architecture=architecture_named(named) if named else None)
+    checkpoint = Checkpoint.open(location)
+    if header["kind"] == "text_encoder":
+        opened = text_encoder.open_text_encoder(checkpoint, ranks.degree)
+    elif header["kind"] == "vae":
+        opened = vae.open_vae(checkpoint)
+    else:
+        opened = open_model(checkpoint, architecture=architecture_named(named) if named else None)
     resolve(opened.skeleton, TensorParallelConfig(ranks.degree), opened.architecture)
     context.check_cancelled()
     same_files(context, opened.checkpoint, header["source"])
@@ -66,9 +75,27 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
         "bytes_read": [row[1] for row in figures],
         "load_seconds": time.perf_counter() - started,
         "all_reduces": _all_reduces(model),
-        "notes": [],
+        "notes": load_notes(model),
     }
     return {"info": info}, []
+
+
+def load_notes(model: ResidentModel) -> list[str]:
+    """What a user should know of a load: a model that is whole on every rank, weights that stay fp8."""
+    notes = []
+    degree = model.ranks.degree
+    if (
+        degree > 1
+        and not model.module.tensor_parallel.plan.styles
+        and model.opened.architecture.name != "flux2_vae"
+    ):
+        notes.append(
+            f"{degree} ranks do not divide the key/value heads, so each holds the whole {model.opened.architecture.name}"
+        )
+    fp8 = sum(getattr(module, "scales", None) is not None for module in model.module.modules())
+    if fp8:
+        notes.append(f"{fp8} layers stay fp8")
+    return notes
 
 
 def keep(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
@@ -86,6 +113,42 @@ def forward(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -
 def sample(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
     """The whole denoising loop; rank 0 reports `step` events."""
     return run_sample(context, _model(context, header), header, tensors)
+
+
+def encode_text(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """The conditioning of a prompt: tokens [1, L] and mask [1, L] int64 in, [1, L, 3 * hidden] float32 out."""
+    model = _model(context, header)
+    model.unpark()
+    layers = text_encoder.read_layers(model.opened)
+    states = text_encoder.encode(model.module, layers, tensors[0], tensors[1], context.device)
+    return {}, [states.float().cpu()]
+
+
+def vae_encode(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Latents [B, C, h, w] float32 of pixels [B, 3, H, W] in -1..1."""
+    model = _model(context, header)
+    model.unpark()
+    return {}, [vae.encode(model.module, tensors[0].to(context.device, model.dtype)).float().cpu()]
+
+
+def vae_decode(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Pixels [B, 3, H, W] float32 in about -1..1 of latents [B, C, h, w], decoded in bands of rows."""
+    model = _model(context, header)
+    model.unpark()
+    return {}, [
+        vae.decode(model.module, tensors[0].to(context.device, model.dtype), model.ranks).float().cpu()
+    ]
+
+
+def patch(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
+    """Replace the weight patches (LoRA) on a model's shards. All ranks take the new ones, or none does."""
+    model = _model(context, header)
+    model.unpark()
+    staged = model.patches.stage(
+        read_patches(header["patches"], tensors), mode=header["mode"], tick=lambda: context.pulse("patch")
+    )
+    context.check_cancelled()
+    return {"report": asdict(model.patches.commit(staged))}, []
 
 
 def park(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:
@@ -124,6 +187,10 @@ COMMANDS = {
     "keep": keep,
     "forward": forward,
     "sample": sample,
+    "encode_text": encode_text,
+    "vae_encode": vae_encode,
+    "vae_decode": vae_decode,
+    "patch": patch,
     "park": park,
     "unload": unload,
 }
@@ -131,6 +198,9 @@ COMMANDS = {
 # Node id -> the commands that its execution makes on every rank.
 MIRRORED = {
     "TPLoadModel": ("load",),
+    "TPLoadCLIP": ("load", "encode_text"),
+    "TPLoadVAE": ("load", "vae_encode", "vae_decode"),
+    "TPLoadLoRA": ("patch",),
     "TPSampler": ("keep", "sample"),
     "TPUnloadModel": ("unload",),
     "TPStatus": (),

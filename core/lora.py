@@ -1,0 +1,410 @@
+"""LoRA and its kin on a sharded model: each rank computes its own shard's change from slices of the factors.
+
+A set of patches replaces the one before, in two steps. `stage` checks everything, slices the factors through
+`ShardSpec`, and computes what will be put in place; the model is not touched, so that any error leaves the
+previous patches as they are. `commit` only copies. A low-rank patch becomes a side path of its layer (the weight
+stays as it is); every other one is merged into the shard, whose original waits in host memory and is put back when
+the patch goes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import quant
+from .adapters import LowRank
+from .errors import ConfigError, InputError
+from .linear import ShardedLinear
+from .parallelize import ShardedState
+from .patch import Entry, Part, Patch, PlacedPatch, place_patch
+
+MODES = ("auto", "merge", "side")
+# A side path of rank r costs r * (in + out) multiplications per token beside the layer's in * out. Above this share
+# of them a low-rank patch is merged, unless the weight is fp8 and merging would round it again.
+SIDE_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What became of a set of patches: how many are `applied`, the keys that fit no weight, how many parameters are
+    `merged` and how many carry a `side` path, and the seconds that it took."""
+
+    applied: int
+    unmatched: Sequence[str] = ()
+    merged: int = 0
+    side: int = 0
+    seconds: float = 0.0
+
+
+class SidePath(nn.Module):
+    """The low-rank product `up` [out, r] times `down` [r, in] beside a layer's weight."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor):
+        super().__init__()
+        self.register_buffer("down", down, persistent=False)
+        self.register_buffer("up", up, persistent=False)
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add x [..., in] times the product to y [..., out], in place, and return y."""
+        narrow = F.linear(x, self.down)
+        y.view(-1, y.shape[-1]).addmm_(narrow.reshape(-1, narrow.shape[-1]), self.up.t())
+        return y
+
+
+@dataclass
+class Stored:
+    """A parameter's local tensor as it lies in memory, and the scales of an fp8 one."""
+
+    tensor: torch.Tensor
+    scales: quant.Scales | None = None
+
+
+@dataclass
+class Staged:
+    """Patches that are ready to be put in place.
+
+    `signatures` says for each patched parameter which patches make it what it is. `weights` are the new tensors of
+    those that are merged anew, `originals` theirs from before the first patch; `sides` the side paths that are new.
+    """
+
+    placed: dict[int, PlacedPatch]
+    report: PatchReport
+    signatures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    weights: dict[str, Stored] = field(default_factory=dict)
+    originals: dict[str, Stored] = field(default_factory=dict)
+    sides: dict[str, SidePath] = field(default_factory=dict)
+    started: float = 0.0
+
+
+class WeightPatches:
+    """The patches on one rank's shards of a model. `held` are the sliced patches in place, by the client's numbers."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.state = cast(ShardedState, model.tensor_parallel)
+        self.held: dict[int, PlacedPatch] = {}
+        self._signatures: dict[str, tuple[Any, ...]] = {}
+        self._originals: dict[str, Stored] = {}
+        self._hooks: dict[str, Any] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the originals of merged shards take on this rank."""
+        return sum(stored.tensor.nbytes for stored in self._originals.values())
+
+    def set(self, patches: Iterable[Patch], *, mode: str = "auto") -> PatchReport:
+        """Replace all patches by `patches`, on a model whose ranks all call this alike. Errors as in `stage`."""
+        entries = {
+            number: Entry(patch, patch.strength, patch.strength_model) for number, patch in enumerate(patches)
+        }
+        return self.commit(self.stage(entries, mode=mode))
+
+    def stage(
+        self,
+        entries: Mapping[int, Entry],
+        *,
+        mode: str = "auto",
+        tick: Callable[[], None] | None = None,
+    ) -> Staged:
+        """Check, slice and compute a set of patches without touching the model.
+
+        `entries` are by the client's numbers; `tick` is called after each weight.
+
+        Raises `InputError` for factors of another model or a number that is not held, `UnsupportedError` for kinds of
+        patches that shards cannot carry, `ConfigError` for an unknown `mode`.
+        """
+        started = time.perf_counter()
+        if mode not in MODES:
+            raise ConfigError(f"Unknown patch mode '{mode}'. Expected one of {', '.join(MODES)}.")
+        state = self.state
+        placed: dict[int, PlacedPatch] = {}
+        for number, entry in entries.items():
+            if entry.patch is not None:
+                found = place_patch(
+                    entry.patch, state.plan.specs, state.architecture.layouts, state.ranks.rank
+                )
+            elif number in self.held:
+                found = self.held[number]
+            else:
+                raise InputError(f"The ranks hold no patch number {number}; send it again.")
+            placed[number] = replace(found, strength=entry.strength, strength_model=entry.strength_model)
+        unmatched = tuple(patch.key for patch in placed.values() if not patch.parts)
+        staged = Staged(placed, PatchReport(len(placed) - len(unmatched), unmatched), started=started)
+        with torch.inference_mode(False), torch.no_grad():
+            for names, numbers in _groups(placed):
+                self._stage_group(staged, names, numbers, mode)
+                if tick is not None:
+                    tick()
+        return staged
+
+    def commit(self, staged: Staged) -> PatchReport:
+        """Put staged patches in place of the previous ones, and give the weights without a patch back as they were."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name in [
+                name for name in self._originals if name not in staged.signatures or name in staged.sides
+            ]:
+                self._store(name, self._originals.pop(name))
+            for name in [name for name in self._signatures if name not in staged.signatures]:
+                self._remove_side(name)
+            for name, stored in staged.weights.items():
+                self._remove_side(name)
+                self._originals[name] = staged.originals[name]
+                self._store(name, stored)
+            for name, side in staged.sides.items():
+                self._remove_side(name)
+                self._add_side(name, side)
+        self.held = staged.placed
+        self._signatures = staged.signatures
+        merged = len(self._originals)
+        return replace(
+            staged.report,
+            merged=merged,
+            side=len(self._signatures) - merged,
+            seconds=time.perf_counter() - staged.started,
+        )
+
+    def _stage_group(self, staged: Staged, names: Sequence[str], numbers: Sequence[int], mode: str) -> None:
+        """Stage the parameters `names`, which only the patches `numbers` change."""
+        patches = [staged.placed[number] for number in numbers]
+        as_side = mode != "merge" and self._takes_side(names, patches, at_any_rank=mode == "side")
+        signature = (
+            as_side,
+            *(
+                (number, staged.placed[number].strength, staged.placed[number].strength_model)
+                for number in numbers
+            ),
+        )
+        staged.signatures.update(dict.fromkeys(names, signature))
+        if all(self._signatures.get(name) == signature for name in names) and all(
+            number in self.held and self.held[number].parts is staged.placed[number].parts
+            for number in numbers
+        ):
+            return
+        if as_side:
+            for name in names:
+                staged.sides[name] = self._side_of(name, patches)
+            return
+        originals = {name: self._originals.get(name) or self._load(name) for name in names}
+        weights = {name: self._matrix(stored) for name, stored in originals.items()}
+        for patch in patches:
+            self._merge(weights, patch)
+        for name in names:
+            staged.originals[name] = originals[name]
+            staged.weights[name] = _as_stored(weights.pop(name), originals[name])
+
+    def _takes_side(self, names: Sequence[str], patches: Sequence[PlacedPatch], at_any_rank: bool) -> bool:
+        """Whether these patches can be, and should be, a product beside the layers' own."""
+        plain = all(
+            patch.strength_model == 1.0 and all(part.change.is_low_rank for part in patch.parts)
+            for patch in patches
+        )
+        if not plain:
+            return False
+        for name in names:
+            linear = isinstance(self._owner(name), (nn.Linear, ShardedLinear))
+            if not linear or not name.endswith(".weight"):
+                return False
+            weight = self.model.get_parameter(name)
+            rank = sum(factors.rank for factors, _, _ in _low_rank(name, patches))
+            small = rank * sum(weight.shape) <= SIDE_SHARE * weight.numel()
+            if not (small or at_any_rank or quant.is_fp8(weight)):
+                return False
+        return True
+
+    def _side_of(self, name: str, patches: Sequence[PlacedPatch]) -> SidePath:
+        """The side path of the Linear weight `name` that these patches make together."""
+        weight = self.model.get_parameter(name)
+        dtype = self.state.compute_dtype if quant.is_fp8(weight) else weight.dtype
+        downs, ups = [], []
+        for factors, part, scale in _low_rank(name, patches):
+            down = factors.down.to(weight.device, torch.float32)
+            up = factors.up.to(weight.device, torch.float32) * scale
+            downs.append(_spread(down, 1, part.columns, weight.shape[1]))
+            ups.append(_spread(up, 0, part.rows, weight.shape[0]))
+        return SidePath(torch.cat(downs).to(dtype), torch.cat(ups, dim=1).to(dtype))
+
+    def _merge(self, weights: dict[str, torch.Tensor], patch: PlacedPatch) -> None:
+        """Apply `patch` to the float32 local matrices `weights` [rows, columns] of its parameters, in place."""
+        for part in patch.parts:
+            weight = weights[part.parameter]
+            if patch.strength_model != 1.0:
+                for block in _blocks(weight, part):
+                    block.mul_(patch.strength_model)
+        if any(part.change.dora_scale is not None for part in patch.parts):
+            self._merge_dora(weights, patch)
+            return
+        for part in patch.parts:
+            weight = weights[part.parameter]
+            change = part.change.factors.matrix(weight.device)
+            for block, values in zip(_blocks(weight, part), _pieces(change, part), strict=True):
+                if part.change.replaces:
+                    block.copy_(values)
+                else:
+                    block.add_(values, alpha=patch.strength * part.change.scale)
+
+    def _merge_dora(self, weights: dict[str, torch.Tensor], patch: PlacedPatch) -> None:
+        """A DoRA patch: the changed weight is divided by its norms and multiplied by the trained magnitudes.
+
+        As ComfyUI does it, norms of rows are those of the weight before the change, norms of columns those after it.
+        They are taken over the whole region, so that ranks which hold pieces of a row or column add up their squares.
+        """
+        ranks, specs = self.state.ranks, self.state.plan.specs
+        scale = cast(torch.Tensor, patch.parts[0].change.dora_scale)
+        by_rows = scale.shape[0] == patch.rows
+        split = specs[patch.parts[0].parameter].dim
+        device = weights[patch.parts[0].parameter].device
+        squares = torch.zeros(patch.rows if by_rows else patch.columns, device=device)
+        before, after = [], []
+        for part in patch.parts:
+            weight = weights[part.parameter]
+            current = _collect(weight, part)
+            changed = current + part.change.factors.matrix(device).mul_(part.change.scale)
+            before.append(current)
+            after.append(changed)
+            if by_rows:
+                squares.index_add_(0, part.region_rows.to(device), current.square().sum(dim=1))
+            else:
+                squares.index_add_(0, part.region_columns.to(device), changed.square().sum(dim=0))
+        # Whole rows (or columns) lie on one rank when the other dimension is the split one.
+        if split is not None and split == (1 if by_rows else 0):
+            squares = ranks.all_reduce(squares)
+        norms = squares.sqrt_().add_(torch.finfo(torch.float32).eps)
+        factor = scale.to(device, torch.float32).flatten() / norms
+        for part, current, changed in zip(patch.parts, before, after, strict=True):
+            picked = factor[(part.region_rows if by_rows else part.region_columns).to(device)]
+            changed.mul_(picked.unsqueeze(1) if by_rows else picked)
+            if patch.strength != 1.0:
+                changed = changed.sub_(current).mul_(patch.strength).add_(current)
+            for block, values in zip(
+                _blocks(weights[part.parameter], part), _pieces(changed, part), strict=True
+            ):
+                block.copy_(values)
+
+    def _load(self, name: str) -> Stored:
+        """A copy in host memory of the parameter `name` as it is, unpatched."""
+        tensor = self.model.get_parameter(name).detach()
+        return Stored(tensor.to("cpu", copy=True), getattr(self._owner(name), "scales", None))
+
+    def _store(self, name: str, stored: Stored) -> None:
+        """Put `stored` into the parameter `name`, in the storage that it has."""
+        self.model.get_parameter(name).detach().copy_(stored.tensor)
+        if stored.scales is not None:
+            cast(ShardedLinear, self._owner(name)).scales = stored.scales
+
+    def _matrix(self, stored: Stored) -> torch.Tensor:
+        """`stored` as a float32 matrix [rows, columns] on the ranks' device, in storage of its own."""
+        tensor = stored.tensor.to(self.state.ranks.device)
+        if stored.scales is not None:
+            tensor = quant.dequantise(tensor, stored.scales.weight, torch.float32)
+        return tensor.to(torch.float32, copy=True).reshape(tensor.shape[0], -1)
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name.rpartition(".")[0])
+
+    def _add_side(self, name: str, side: SidePath) -> None:
+        module = self._owner(name)
+        module.add_module("side", side)
+        if not isinstance(module, ShardedLinear):
+            self._hooks[name] = module.register_forward_hook(_add_beside)
+
+    def _remove_side(self, name: str) -> None:
+        module = self._owner(name)
+        if name in self._hooks:
+            self._hooks.pop(name).remove()
+            del module.side
+        elif isinstance(module, ShardedLinear) and name.endswith(".weight"):
+            module.register_module("side", None)
+
+
+def _groups(placed: Mapping[int, PlacedPatch]) -> list[tuple[list[str], list[int]]]:
+    """Parameters that patches tie together, with the patches' numbers in order; the same on every rank."""
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            name = leader[name]
+        return name
+
+    for patch in placed.values():
+        names = [part.parameter for part in patch.parts]
+        for name in names[1:]:
+            leader[find(name)] = find(names[0])
+    groups: dict[str, tuple[list[str], list[int]]] = {}
+    for number, patch in placed.items():
+        for part in patch.parts:
+            names, numbers = groups.setdefault(find(part.parameter), ([], []))
+            if part.parameter not in names:
+                names.append(part.parameter)
+            if number not in numbers:
+                numbers.append(number)
+    return list(groups.values())
+
+
+def _low_rank(name: str, patches: Sequence[PlacedPatch]) -> Iterator[tuple[LowRank, Part, float]]:
+    """The low-rank factors that `patches` add to the parameter `name`, where they go, and what scales them."""
+    for patch in patches:
+        for part in patch.parts:
+            if part.parameter == name and isinstance(part.change.factors, LowRank):
+                yield part.change.factors, part, patch.strength * part.change.scale
+
+
+def _add_beside(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of a plain Linear that has a side path."""
+    return cast(SidePath, module.side).add_to(output, args[0])
+
+
+def _blocks(weight: torch.Tensor, part: Part) -> list[torch.Tensor]:
+    """Views of the local matrix `weight` where the part goes, row stretch by row stretch."""
+    return [
+        weight.narrow(0, row, height).narrow(1, column, width)
+        for row, height in part.rows
+        for column, width in part.columns
+    ]
+
+
+def _pieces(values: torch.Tensor, part: Part) -> list[torch.Tensor]:
+    """`values` [rows, columns] of a part, cut as `_blocks` cuts the weight."""
+    return [
+        piece
+        for band in values.split([height for _, height in part.rows], dim=0)
+        for piece in band.split([width for _, width in part.columns], dim=1)
+    ]
+
+
+def _collect(weight: torch.Tensor, part: Part) -> torch.Tensor:
+    """What the local matrix holds where the part goes, [rows, columns], in storage of its own."""
+    found = torch.empty(len(part.region_rows), len(part.region_columns), device=weight.device)
+    for block, piece in zip(_blocks(weight, part), _pieces(found, part), strict=True):
+        piece.copy_(block)
+    return found
+
+
+def _spread(values: torch.Tensor, dim: int, stretches: Sequence[tuple[int, int]], size: int) -> torch.Tensor:
+    """`values` with zeros along `dim` where no stretch is, `size` long."""
+    if tuple(stretches) == ((0, size),):
+        return values
+    shape = list(values.shape)
+    shape[dim] = size
+    spread = values.new_zeros(shape)
+    pieces = values.split([length for _, length in stretches], dim=dim)
+    for (start, length), piece in zip(stretches, pieces, strict=True):
+        spread.narrow(dim, start, length).copy_(piece)
+    return spread
+
+
+def _as_stored(weight: torch.Tensor, original: Stored) -> Stored:
+    """The merged matrix `weight` as its parameter is stored, on the CPU; an fp8 one gets a scale of its own."""
+    if original.scales is not None:
+        tensor, scale = quant.quantise(weight.reshape(original.tensor.shape), original.tensor.dtype)
+        return Stored(tensor.cpu(), replace(original.scales, weight=scale))
+    return Stored(weight.reshape(original.tensor.shape).to(original.tensor.dtype).cpu())
