@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import traceback
 from typing import Any
 
@@ -77,18 +76,3 @@ def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str 
         return RankError(f"{message}{note}{logs}", rank=rank, device=device)
     first = f"{where} raised {described.get('original', name)}: {message}"
     return RankError(f"{first}{note}{tail}{logs}", rank=rank, device=device)
-
-
-def exit_cause(exitcode: int) -> str:
-    """How a process ended, in words; a negative number is a signal, as in `subprocess`."""
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "unknown"
-    guess = ", probably out of memory" if -exitcode == signal.SIGKILL else ""
-    return f"was killed by signal {-exitcode} ({name}){guess}"
-
-
-__all__ = ["Cancelled", "choose", "describe", "exit_cause", "out_of_memory", "rebuild"]

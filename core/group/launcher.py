@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from . import pulse as life
-from .failure import exit_cause
 from .logs import RUNNING, tail
 from .pulse import PulseFile
 
@@ -36,6 +35,18 @@ SOCKET_PATH_LIMIT = 100
 KILL_WAIT = 3.0
 # Of several ranks found dead together, one that only lost its peer is not the cause.
 CAUSE_WAIT = 0.5
+
+
+def exit_cause(exitcode: int) -> str:
+    """How a process ended, in words; a negative number is a signal, as in `subprocess`."""
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = "unknown"
+    guess = ", probably out of memory" if -exitcode == signal.SIGKILL else ""
+    return f"was killed by signal {-exitcode} ({name}){guess}"
 
 
 def read_line(descriptor: int, limit: int, timeout: float) -> bytes:
@@ -203,26 +214,24 @@ class Launcher:
         return ended
 
     def _dead(self) -> dict[str, Any] | None:
-        from .rank import EXIT_PEER_LOST, EXIT_SELF_TEST
-
         ended = self._exited()
         if not ended:
             return None
         deadline = time.monotonic() + CAUSE_WAIT
-        while all(code == EXIT_PEER_LOST for code in ended.values()) and time.monotonic() < deadline:
+        while all(code == life.EXIT_PEER_LOST for code in ended.values()) and time.monotonic() < deadline:
             time.sleep(0.02)
             ended = self._exited()
         # A signal tells more than an exit code, and losing a peer is never the first cause.
-        rank = min(ended, key=lambda each: (ended[each] == EXIT_PEER_LOST, ended[each] >= 0, each))
+        rank = min(ended, key=lambda each: (ended[each] == life.EXIT_PEER_LOST, ended[each] >= 0, each))
         code = ended[rank]
-        if code == EXIT_SELF_TEST:
+        if code == life.EXIT_SELF_TEST:
             return {**self._about(rank), "self_test": True, "cause": "failed the start-up test"}
-        cause = "lost its connection to the other ranks" if code == EXIT_PEER_LOST else exit_cause(code)
+        cause = "lost its connection to the other ranks" if code == life.EXIT_PEER_LOST else exit_cause(code)
         failure = {**self._about(rank), "cause": cause, "exitcode": code}
         error = self._recorded_error(rank)
         if error is not None and code == 1:
             failure["error"] = error
-        elif code != EXIT_PEER_LOST:
+        elif code != life.EXIT_PEER_LOST:
             failure["log_tail"] = tail(self._context.stderrs[rank])
         return failure
 

@@ -20,6 +20,10 @@ HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST = range(6)
 STOP = 1
 STARTING, IDLE, BUSY, FAILED = 0, 1, 2, 3
 
+# How a rank ends that has nothing to tell but this: its peers are gone, or the start-up test of nccl gave wrong sums.
+EXIT_PEER_LOST = 86
+EXIT_SELF_TEST = 87
+
 
 class PulseFile:
     """The mapped file of a group of `degree` ranks."""

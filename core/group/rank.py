@@ -48,9 +48,6 @@ log = logging.getLogger("comfy_tp.rank")
 
 Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequence[torch.Tensor]]]
 
-EXIT_PEER_LOST = 86
-EXIT_SELF_TEST = 87
-
 # Ordered so that the largest and the smallest of all ranks' words tell everything.
 _GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
 _NOTHING, _COMMAND = 0, 1
@@ -523,7 +520,7 @@ def main(folder_name: str, rank: int) -> NoReturn:
         _serve(folder, rank)
     except PeerLost as error:
         log.error("the group is broken: %s", error)
-        code = EXIT_PEER_LOST
+        code = life.EXIT_PEER_LOST
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -558,7 +555,7 @@ def _serve(folder: Path, rank: int) -> NoReturn:
         error = RankError(f"The start-up test failed on rank {rank} ({device}): {wrong}.", rank=rank)
         if config["backend"] == "nccl" and not os.environ.get("NCCL_P2P_DISABLE"):
             log.error("%s", error)
-            raise SystemExit(EXIT_SELF_TEST)
+            raise SystemExit(life.EXIT_SELF_TEST)
         raise error
     context = RankContext(rank, degree, device, data, control, pulse)
     port = None

@@ -1,0 +1,242 @@
+"""Ranks that die, stop, hang or raise, and clients that vanish: what is said, how soon, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from comfy_tp.core.errors import RankError, RankOutOfMemory
+from comfy_tp.core.group.client import RankGroup
+from group_processes import COMMANDS, running, still_running
+
+
+def start(tmp_path: Path, **options) -> RankGroup:
+    options = {"step_timeout": 5.0, "error_grace": 1.0, "keepalive": 1.0, **options}
+    return RankGroup.start(["cpu", "cpu"], commands=COMMANDS, log_dir=tmp_path / "logs", **options)
+
+
+def everything(group: RankGroup) -> tuple[list[int], Path]:
+    """All processes of a group, the launcher last, and its folder."""
+    return [*group.pids, group._line._process.pid], group._line._folder
+
+
+def assert_nothing_left(processes: list[int], folder: Path) -> None:
+    assert still_running(processes, 5) == []
+    deadline = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not folder.exists()
+
+
+def assert_dead(group: RankGroup, processes: list[int], folder: Path, error: RankError) -> None:
+    assert not group.alive
+    assert group.failure is error
+    assert_nothing_left(processes, folder)
+    started = time.monotonic()
+    with pytest.raises(RankError) as again:
+        group.request("ping")
+    assert again.value is error
+    assert time.monotonic() - started < 0.2
+    group.close()
+
+
+def test_an_idle_group_outlives_the_collectives_timeout_and_a_rank_killed_then_is_noticed(tmp_path):
+    group = start(tmp_path, collective_timeout=4.0)
+    processes, folder = everything(group)
+    time.sleep(6)
+    assert group.request("total", {}, [torch.ones(1)]).tensors[0].item() == 2
+    os.kill(group.pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while group.alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert group.failure is not None
+    text = str(group.failure)
+    assert text.startswith(
+        f"Rank 1 (cpu, pid {processes[1]}) was killed by signal 9 (SIGKILL), probably out of memory. "
+        "The rank group was ended; the next run starts a new one."
+    )
+    assert f"Logs: {group.log_dir}" in text
+    assert (group.failure.rank, group.failure.device) == (1, "cpu")
+    assert_dead(group, processes, folder, group.failure)
+    assert group.status()["failure"] == text
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_rank_killed_in_a_command_is_named_with_what_it_did(tmp_path, rank):
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.request("dies", {"rank": rank, "how": "kill"})
+    assert time.monotonic() - started < 5
+    assert f"Rank {rank} (cpu, pid {processes[rank]}) was killed by signal 9" in str(caught.value)
+    assert "during 'dies'" in str(caught.value)
+    assert_dead(group, processes, folder, caught.value)
+
+
+def test_a_rank_that_exits_is_named_with_the_end_of_its_log(tmp_path):
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    with pytest.raises(
+        RankError, match=r"Rank 1 \(cpu, pid \d+\) ended with exit code 3 during 'dies'"
+    ) as caught:
+        group.request("dies", {"rank": 1, "how": "exit"})
+    assert "last words of the rank" in str(caught.value)
+    assert_dead(group, processes, folder, caught.value)
+
+
+def test_a_stopped_rank_is_detected_and_the_whole_group_ends(tmp_path):
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    stop = threading.Timer(0.5, os.kill, (group.pids[1], signal.SIGSTOP))
+    stop.start()
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.request("steps", {"steps": 1000, "seconds": 0.05})
+    took = time.monotonic() - started
+    assert 5 < took < 0.5 + 5 + 3
+    assert f"Rank 1 (cpu, pid {processes[1]}) has not moved for" in str(caught.value)
+    assert "stopped by a signal" in str(caught.value)
+    assert_dead(group, processes, folder, caught.value)
+
+
+def test_a_collective_that_never_completes_is_detected_and_the_rank_that_is_missing_named(tmp_path):
+    group = start(tmp_path, step_timeout=3.0)
+    processes, folder = everything(group)
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.request("hangs", {"rank": 1})
+    assert 3 < time.monotonic() - started < 3 + 3
+    text = str(caught.value)
+    assert f"Rank 1 (cpu, pid {processes[1]}) made no progress for" in text
+    assert "during 'step 1' (step 1)" in text
+    assert "in hangs" in text
+    assert "rank 0:" in text and "all_reduce" in text
+    assert_dead(group, processes, folder, caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, expected", [pytest.param("KeyError", RankError, marks=pytest.mark.soak), ("oom", RankOutOfMemory)]
+)
+def test_a_rank_that_raises_while_the_others_wait_in_a_collective_ends_the_group_and_is_named(
+    tmp_path, kind, expected
+):
+    group = start(tmp_path, step_timeout=60)
+    processes, folder = everything(group)
+    started = time.monotonic()
+    with pytest.raises(expected, match=r"Rank 1 \(cpu\) (raised KeyError|ran out of memory)") as caught:
+        group.request("raises", {"ranks": [1], "kind": kind, "others": "collective"})
+    assert 1 < time.monotonic() - started < 4
+    assert caught.value.rank == 1
+    assert "The rank group was ended" in str(caught.value)
+    assert_dead(group, processes, folder, caught.value)
+
+
+def test_a_launcher_that_is_killed_takes_the_ranks_with_it(tmp_path):
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    os.kill(processes[-1], signal.SIGSTOP)
+    os.kill(processes[-1], signal.SIGKILL)
+    assert still_running(processes, 5) == []
+    with pytest.raises(
+        RankError, match=r"The launcher of the ranks ended unexpectedly|connection to rank 0 ended"
+    ):
+        group.request("ping")
+    assert_nothing_left(processes, folder)
+    group.close()
+
+
+def test_a_launcher_that_stops_is_noticed_by_a_waiting_client(tmp_path):
+    group = start(tmp_path, heartbeat_timeout=1.5)
+    processes, folder = everything(group)
+    os.kill(processes[-1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="The launcher of the ranks has not moved"):
+        group.request("steps", {"steps": 1000, "seconds": 0.05})
+    assert time.monotonic() - started < 15
+    assert_nothing_left(processes, folder)
+    group.close()
+
+
+def test_close_ends_everything_also_twice_and_in_the_middle_of_a_command(tmp_path):
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    failed = []
+
+    def ask():
+        try:
+            group.request("steps", {"steps": 1000, "seconds": 0.05})
+        except RankError as error:
+            failed.append(str(error))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    group.close()
+    assert time.monotonic() - started < 3
+    assert_nothing_left(processes, folder)
+    asker.join(5)
+    assert failed == ["The rank group was closed."]
+    group.close()
+    assert not group.alive and group.failure is None
+    with pytest.raises(RankError, match="was closed"):
+        group.request("ping")
+
+
+def test_a_dropped_group_ends_and_leaves_no_thread_or_descriptor(tmp_path):
+    threads = threading.active_count()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    group = start(tmp_path)
+    processes, folder = everything(group)
+    del group
+    assert_nothing_left(processes, folder)
+    deadline = time.monotonic() + 3
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+SOAK_SIGNALS = [pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGTERM, signal.SIGINT)]
+
+CLIENT = """
+import sys, threading, time
+from comfy_tp.core.group.client import RankGroup
+group = RankGroup.start(["cpu", "cpu"], commands=sys.argv[1], log_dir=sys.argv[2])
+line = group._line
+print(*group.pids, line._process.pid, line._folder, flush=True)
+group.request("steps", {"steps": 10000, "seconds": 0.05})
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, *SOAK_SIGNALS])
+def test_nothing_outlives_a_client_that_is_killed_even_with_a_rank_stopped(tmp_path, how):
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, COMMANDS, str(tmp_path / "logs")], stdout=subprocess.PIPE, text=True
+    )
+    *numbers, folder = client.stdout.readline().split()
+    processes = [int(number) for number in numbers]
+    time.sleep(0.3)
+    if how == signal.SIGKILL:
+        os.kill(processes[1], signal.SIGSTOP)
+    client.send_signal(how)
+    client.wait(10)
+    client.stdout.close()
+    assert_nothing_left(processes, Path(folder))
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_ranks(tmp_path):
+    group = start(tmp_path)
+    assert all(os.getsid(pid) != os.getsid(0) for pid in everything(group)[0])
+    os.kill(group.pids[1], signal.SIGINT)
+    assert group.request("ping").header["degree"] == 2
+    assert all(running(pid) for pid in group.pids)
+    group.close()
