@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,13 @@ from ..ranks import Ranks
 # Architecture name -> the class that diffusers calls it by. One file beside this one per name, holding ARCHITECTURE.
 ARCHITECTURES: dict[str, str] = {
     "flux2": "Flux2Transformer2DModel",
+    "flux": "FluxTransformer2DModel",
+    "flux3": "Flux3Transformer2DModel",
+    "qwenimage": "QwenImageTransformer2DModel",
+    "qwenimage21": "QwenImage21Transformer2DModel",
+    "minimax_h3": "MiniMaxH3Transformer3DModel",
+    "wan": "WanTransformer3DModel",
+    "ltx2": "LTX2VideoTransformer3DModel",
 }
 
 
@@ -32,12 +40,16 @@ class Architecture:
     all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call. `detect(entries)`
     recognises a single file by its tensor names and shapes, and gives the model's config. `ignored` are patterns
     of tensors that a file may hold though no parameter uses them.
+
+    `heads_key` names the config entries with the counts of attention heads; the degree must divide them all.
+    `published` are the configurations of published models, `examples` small ones for checks, both as changes to the
+    class's defaults; `inputs(config, generator)` makes the arguments of one forward at an example's size, in float32.
     """
 
     name: str
     model_class: str
     plan: Mapping[str, Any] | None = None
-    heads_key: str = "num_attention_heads"
+    heads_key: str | tuple[str, ...] = "num_attention_heads"
     layouts: tuple[Any, ...] = ()
     bind: Callable[[nn.Module, Ranks], None] = _nothing
     merged: Callable[[nn.Module], int] = field(default=lambda model: 0)
@@ -45,17 +57,25 @@ class Architecture:
     detect: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     ignored: tuple[str, ...] = ()
     minimum_diffusers: str = "0.36.0"
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    inputs: Callable[[Mapping[str, Any], torch.Generator], dict[str, Any]] | None = None
 
     def plan_of(self, model: nn.Module) -> Mapping[str, Any]:
         """Our plan where there is one, else the class's own `_tp_plan`."""
         plan = self.plan if self.plan is not None else getattr(type(model), "_tp_plan", None)
-        if not plan:
+        if plan is None:
             raise no_plan(type(model).__name__)
         return plan
 
     def heads(self, config: Mapping[str, Any]) -> int | None:
-        """The number of attention heads in the model's `config`, which the degree must divide (R3)."""
-        return config.get(self.heads_key) if config else None
+        """The number of attention heads in the model's `config`, which the degree must divide (R3).
+
+        Of several counts, their greatest common divisor.
+        """
+        keys = (self.heads_key,) if isinstance(self.heads_key, str) else self.heads_key
+        counts = [config[key] for key in keys if config and config.get(key) is not None]
+        return math.gcd(*counts) if counts else None
 
     def load_class(self) -> type:
         """The diffusers model class. Raises `UnsupportedError` when the installed diffusers lacks it."""
