@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from browser_session import Browser, what_is_missing
+
 from comfy_tp.core.cli.comfyui import ComfyServer
 
 TESTS = Path(__file__).parent

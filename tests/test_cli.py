@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import comfy_tp.core.cli as cli
 import pytest
+
+import comfy_tp.core.cli as cli
 from comfy_tp.core.errors import ConfigError
 
 

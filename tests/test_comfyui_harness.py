@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
 from comfy_tp.core.cli.comfyui import (
     ComfyServer,
     ComfyUIError,
@@ -19,7 +21,6 @@ from comfy_tp.core.cli.comfyui import (
     comfyui_path,
 )
 from comfy_tp.core.errors import ConfigError
-from PIL import Image
 
 
 def slow_graph(steps: int = 4, milliseconds: int = 50, seed: int = 0) -> dict:
