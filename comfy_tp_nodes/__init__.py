@@ -9,6 +9,9 @@ from typing import Any
 # File under nodes/ -> the class in it. The order is the one in which ComfyUI registers them.
 NODES = {
     "load_model": "LoadTPModel",
+    "load_clip": "LoadTPCLIP",
+    "load_vae": "LoadTPVAE",
+    "load_lora": "LoadTPLoRA",
     "sampler": "TPSampler",
     "unload_model": "UnloadTPModel",
     "status": "TPStatus",

@@ -13,7 +13,6 @@ import torch
 
 from ..core.errors import UnsupportedError
 from .conditioning import KEYS, TEXT_LENGTH, KeyCond
-from .patches import refuse_patches
 from .proxy import CONTEXT, REFERENCES, ShardedFlux
 from .sharded import ShardedModel
 
@@ -98,10 +97,6 @@ class ShardedFlux2(comfy.model_base.Flux2):
         split = (8 + 3 * params.mlp_ratio) / self.sharded.placement.degree
         itemsize = self.compute_dtype.itemsize
         return float(batch * tokens * params.hidden_size * (split + 8) * itemsize)
-
-    def remote_patch(self, patcher: Any) -> None:
-        """Replace the weight patches on the shards by those of `patcher`."""
-        refuse_patches(patcher)
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Refused: the weights are on the ranks."""

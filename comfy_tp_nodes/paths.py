@@ -1,27 +1,45 @@
-"""The models that Load TP Model offers: names within ComfyUI's model folders, and the way back from a name."""
+"""What the loaders offer: names within ComfyUI's model folders, and the way back from a name."""
 
 from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import folder_paths
 
 from ..core.errors import ConfigError
 
-FOLDERS = ("diffusion_models", "diffusers")
 SUFFIXES = (".safetensors", ".sft")
-COMPONENT = "transformer"
 DEPTH = 4  # how deep below a model folder a diffusers folder is looked for
 FOLLOW_LINKS = "COMFY_TP_FOLLOW_LINKS"
 
 
-class FolderList:
-    """The diffusers folders below one root, kept until a directory below it changes."""
+@dataclass(frozen=True)
+class Component:
+    """A part of a pipeline that a loader offers: its folder's name in a pipeline, and ComfyUI's folders to look in.
 
-    def __init__(self, root: str):
+    `input` is the loader's input, for errors. `single_files` of the first folder are offered too.
+    """
+
+    name: str
+    folders: tuple[str, ...]
+    input: str
+    single_files: bool = False
+
+
+TRANSFORMER = Component("transformer", ("diffusion_models", "diffusers"), "model", single_files=True)
+TEXT_ENCODER = Component("text_encoder", ("text_encoders", "diffusers"), "text_encoder")
+VAE = Component("vae", ("vae", "diffusers"), "vae")
+
+
+class FolderList:
+    """The diffusers folders below one root that hold a component, kept until a directory below it changes."""
+
+    def __init__(self, root: str, component: str):
         self.root = root
+        self.component = component
         self._seen: dict[str, int] = {}
         self._found: list[str] = []
         self._lock = threading.Lock()
@@ -44,7 +62,7 @@ class FolderList:
             return
         for entry in below:
             self._seen[entry.path] = _mtime(entry.path)
-            component = os.path.join(entry.path, COMPONENT)
+            component = os.path.join(entry.path, self.component)
             if os.path.isdir(component):
                 self._seen[component] = _mtime(component)
             if holds_model(entry.path) or holds_model(component):
@@ -53,30 +71,32 @@ class FolderList:
                 self._walk(entry.path, depth - 1)
 
 
-_lists: dict[str, FolderList] = {}
+_lists: dict[tuple[str, str], FolderList] = {}
 
 
-def model_choices() -> list[str]:
-    """All names for the `model` input: single files first, then diffusers folders. Cheap when nothing changed."""
+def choices(component: Component) -> list[str]:
+    """All names for a loader's input: single files first, then diffusers folders. Cheap when nothing changed."""
     folders: set[str] = set()
     inside: set[str] = set()
-    for kind in FOLDERS:
+    for kind in component.folders:
         for root in folder_paths.get_folder_paths(kind):
-            names = _lists.setdefault(root, FolderList(root)).names()
+            names = _lists.setdefault((root, component.name), FolderList(root, component.name)).names()
             folders.update(names)
-            if kind == FOLDERS[0]:
+            if kind == component.folders[0]:
                 inside.update(names)
+    if not component.single_files:
+        return sorted(folders)
     files = [
         name.replace(os.sep, "/")
-        for name in folder_paths.get_filename_list(FOLDERS[0])
+        for name in folder_paths.get_filename_list(component.folders[0])
         if name.lower().endswith(SUFFIXES)
     ]
     parts = tuple(f"{name}/" for name in inside)
     return [name for name in files if not name.startswith(parts)] + sorted(folders)
 
 
-def model_path(name: str) -> Path:
-    """The file, or the folder with the transformer's weights, that a name from `model_choices` means.
+def component_path(component: Component, name: str) -> Path:
+    """The file, or the folder with the component's weights, that a name from `choices` means.
 
     Raises `ConfigError` for a name that leads out of ComfyUI's model folders (absolute, `..`, a link to elsewhere)
     or that is not there.
@@ -90,21 +110,31 @@ def model_path(name: str) -> Path:
         or ".." in pure.parts
     ):
         raise ConfigError(
-            f"model: '{name}' leads out of ComfyUI's model folders. Choose a model from the list; other folders are "
+            f"{component.input}: '{name}' leads out of ComfyUI's model folders. Choose one from the list; other folders are "
             f"added in extra_model_paths.yaml."
         )
-    roots = [Path(root) for kind in FOLDERS for root in folder_paths.get_folder_paths(kind)]
+    roots = [Path(root) for kind in component.folders for root in folder_paths.get_folder_paths(kind)]
     for root in roots:
         path = root / pure
-        if path.is_dir() and not holds_model(path) and holds_model(path / COMPONENT):
-            path = path / COMPONENT
-        if path.is_file() or holds_model(path):
-            _stay_inside(path, roots, name)
+        if path.is_dir() and not holds_model(path) and holds_model(path / component.name):
+            path = path / component.name
+        if (path.is_file() and component.single_files) or holds_model(path):
+            _stay_inside(component, path, roots, name)
             return path
     raise ConfigError(
-        f"model: there is no '{name}' in {' or '.join(FOLDERS)}. Put the model there, press R to refresh the list, and "
-        f"choose it again."
+        f"{component.input}: there is no '{name}' in {' or '.join(component.folders)}. Put it there, press R to refresh "
+        f"the list, and choose it again."
     )
+
+
+def model_choices() -> list[str]:
+    """The names for the `model` input of Load TP Model."""
+    return choices(TRANSFORMER)
+
+
+def model_path(name: str) -> Path:
+    """The file or folder of the transformer that a name from `model_choices` means."""
+    return component_path(TRANSFORMER, name)
 
 
 def holds_model(folder: str | os.PathLike[str]) -> bool:
@@ -114,7 +144,7 @@ def holds_model(folder: str | os.PathLike[str]) -> bool:
     return any(name.endswith(SUFFIXES) for name in os.listdir(folder))
 
 
-def _stay_inside(path: Path, roots: list[Path], name: str) -> None:
+def _stay_inside(component: Component, path: Path, roots: list[Path], name: str) -> None:
     if os.environ.get(FOLLOW_LINKS) == "1":
         return
     allowed = [root.resolve() for root in roots]
@@ -123,7 +153,7 @@ def _stay_inside(path: Path, roots: list[Path], name: str) -> None:
         real = file.resolve()
         if not any(real.is_relative_to(root) for root in allowed):
             raise ConfigError(
-                f"model: '{name}' is a link to {real}, outside ComfyUI's model folders. Name that folder in "
+                f"{component.input}: '{name}' is a link to {real}, outside ComfyUI's model folders. Name that folder in "
                 f"extra_model_paths.yaml, or start ComfyUI with {FOLLOW_LINKS}=1 to follow links."
             )
 

@@ -78,11 +78,18 @@ class ShardedModel:
             for note in group.notes:
                 log.warning("%s", note)
             self.remote = RemoteModel.load(
-                group, self.source.path, dtype=self.dtype, on_progress=on_progress, poll=poll
+                group,
+                self.source.path,
+                kind=self.source.kind,
+                dtype=self.dtype,
+                on_progress=on_progress,
+                poll=poll,
             )
             self.parked = False
             self.loads += 1
             info = self.remote.info
+            for note in info.notes:
+                log.info("%s: %s", os.path.basename(self.source.path), note)
             log.info(
                 "Loaded %s in %.1f s (%.2f GB/s) into %d shard%s; ready after %.1f s",
                 os.path.basename(self.source.path),

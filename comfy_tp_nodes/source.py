@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint.files import Checkpoint
+from ..core.checkpoint.header import TensorEntry
 from ..core.errors import CheckpointError, UnsupportedError
+from ..core.loading import OpenedModel
 from ..core.models import ARCHITECTURES, Architecture, architecture_named
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -28,6 +31,15 @@ class ModelSource:
     fingerprint: Fingerprint
     stored: Mapping[str, int]
     values: int
+    kind: str = "transformer"
+
+    @classmethod
+    def of_component(cls, checkpoint: Checkpoint, opened: OpenedModel, kind: str) -> ModelSource:
+        """The text encoder or VAE that the core has recognised; only the tensors that are read count."""
+        pieces = {piece.tensor for pieces in opened.pieces.values() for piece in pieces}
+        stored, values = _sizes(checkpoint.entries[name] for name in pieces)
+        fingerprint = checkpoint.fingerprint()
+        return cls(checkpoint.path, opened.architecture, opened.config, fingerprint, stored, values, kind)
 
     @classmethod
     def open(cls, path: Path) -> ModelSource:
@@ -37,14 +49,7 @@ class ModelSource:
         """
         checkpoint = Checkpoint.open(path)
         architecture, config = _recognise(checkpoint)
-        stored: dict[str, int] = {}
-        values = 0
-        for entry in checkpoint.entries.values():
-            stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
-            size = 1
-            for length in entry.shape:
-                size *= length
-            values += size
+        stored, values = _sizes(checkpoint.entries.values())
         return cls(str(path), architecture, config, checkpoint.fingerprint(), stored, values)
 
     @property
@@ -78,6 +83,16 @@ def fingerprint(path: Path) -> Fingerprint:
         status = file.stat()
         found.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(found)
+
+
+def _sizes(entries: Iterable[TensorEntry]) -> tuple[dict[str, int], int]:
+    """Bytes by stored dtype, and the number of values."""
+    stored: dict[str, int] = {}
+    values = 0
+    for entry in entries:
+        stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
+        values += math.prod(entry.shape)
+    return stored, values
 
 
 def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]:

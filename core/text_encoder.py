@@ -56,6 +56,14 @@ def kind_of(checkpoint: Checkpoint) -> EncoderKind:
     return KINDS[names[0]]
 
 
+def key_value_heads(checkpoint: Checkpoint) -> int | None:
+    """The number of key/value heads of the encoder at `checkpoint`, which a sharding degree must divide."""
+    kind = kind_of(checkpoint)
+    config = dict(checkpoint.config or {})
+    settings = config[kind.settings] if kind.settings else config
+    return settings.get("num_key_value_heads")
+
+
 def open_text_encoder(checkpoint: Checkpoint, degree: int) -> OpenedModel:
     """Recognise the text encoder of `checkpoint` and compare its headers with it. Nothing is allocated.
 

@@ -21,6 +21,39 @@ def make_schema(*, search_aliases: Sequence[str] = (), **fields: Any) -> io.Sche
     return io.Schema(category=CATEGORY, **fields)
 
 
+def component_inputs(
+    name: str, options: Sequence[str], tooltip: str, policies: Sequence[str]
+) -> list[io.Input]:
+    """The inputs of a text encoder's or VAE's loader; `name` is the folder's."""
+    return [
+        io.Combo.Input(name, options=list(options), tooltip=tooltip),
+        io.Int.Input(
+            "degree",
+            default=0,
+            min=0,
+            max=64,
+            tooltip="How many ranks share it. 0 takes all usable devices (on the CPU: 1).",
+        ),
+        io.String.Input(
+            "devices",
+            default="auto",
+            tooltip="auto, cpu, or a list such as cuda:0,cuda:1. The same as the model's shares its ranks.",
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=["default", "bfloat16", "float16", "float32"],
+            default="default",
+            tooltip="The dtype of the weights. default keeps what the file holds.",
+        ),
+        io.Combo.Input(
+            "policy",
+            options=list(policies),
+            default=policies[0],
+            tooltip="keep stays loaded; release after use frees the memory after every encode or decode.",
+        ),
+    ]
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`; ComfyUI 0.3.75 does not check V3 combos itself."""
     if value not in choices:

@@ -1,0 +1,64 @@
+"""ComfyUI's VAE around a FLUX.2 VAE that lives on the ranks and decodes in bands of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import torch
+
+from .component import ComponentPatcher, RemoteModule
+from .sharded import ShardedModel
+
+CHANNELS = 128  # of a FLUX.2 latent: 32 of the VAE's own times a 2x2 patch
+PIXELS = 16  # per latent position along each side
+# Values held at once per output pixel while decoding: ComfyUI's own estimate for KL autoencoders.
+VALUES_PER_PIXEL = 2178
+
+
+class RemoteAutoencoder(RemoteModule):
+    """The `first_stage_model` of a VAE: encodes and decodes on the ranks."""
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents [B, 128, h, w] of pixels [B, 3, H, W] in -1..1."""
+        return self.on_ranks(lambda remote, poll: remote.encode_image(pixels, poll=poll))
+
+    def decode(self, latents: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Pixels [B, 3, H, W] in about -1..1 of latents [B, 128, h, w]."""
+        return self.on_ranks(lambda remote, poll: remote.decode_latent(latents, poll=poll))
+
+
+class RemoteVAE(comfy.sd.VAE):
+    """A stock VAE (its tiling, cropping and batching) whose first stage model is on the ranks."""
+
+    def __init__(self, sharded: ShardedModel, policy: str):
+        # comfy.sd.VAE's own __init__ builds a model from weights; here there are none, only its settings.
+        degree = sharded.placement.degree
+        self.first_stage_model = RemoteAutoencoder(sharded, policy)
+        self.memory_used_decode = lambda shape, dtype: (
+            shape[2] * shape[3] * PIXELS**2 * VALUES_PER_PIXEL * dtype.itemsize // degree
+        )
+        self.memory_used_encode = lambda shape, dtype: shape[2] * shape[3] * VALUES_PER_PIXEL * dtype.itemsize
+        self.downscale_ratio = self.upscale_ratio = PIXELS
+        self.latent_channels = CHANNELS
+        self.latent_dim = 2
+        self.output_channels = 3
+        self.process_input = lambda image: image * 2.0 - 1.0
+        self.process_output = lambda image: torch.clamp((image + 1.0) / 2.0, min=0.0, max=1.0)
+        self.working_dtypes = [torch.float32]
+        self.disable_offload = False
+        self.not_video = False
+        self.crop_input = True
+        self.size = 0
+        self.upscale_index_formula = self.downscale_index_formula = None
+        self.extra_1d_channel = None
+        # Tensors wait on the CPU, from where they go to the ranks.
+        self.device = torch.device("cpu")
+        self.vae_dtype = torch.float32
+        self.output_device = comfy.model_management.intermediate_device()
+        self.patcher = ComponentPatcher.of(self.first_stage_model)
+
+    def get_ram_usage(self) -> int:
+        """Host memory only."""
+        return self.patcher.get_ram_usage()

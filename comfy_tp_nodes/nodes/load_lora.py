@@ -1,0 +1,127 @@
+"""Load TP LoRA: a LoRA file of any key style on a MODEL, with a count of what was applied."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.model_base
+import comfy.utils
+import folder_paths
+import torch
+from comfy_api.latest import io, ui
+
+from ...core.errors import InputError, UnsupportedError
+from ...core.lora_keys import LoraFile, read_lora
+from ...core.models import architecture_named
+from ..patches import comfy_patches
+from .schema import check_choice, make_schema
+
+log = logging.getLogger("comfy_tp.nodes")
+
+PREFIX = "diffusion_model."
+SHOWN = 5  # unmatched keys that are named
+KEPT_FILES = 4
+
+
+class LoadTPLoRA(io.ComfyNode):
+    """The inputs are those of LoraLoaderModelOnly."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return make_schema(
+            node_id="TPLoadLoRA",
+            display_name="Load TP LoRA",
+            description=(
+                "Loads a LoRA onto a FLUX.2 model and says how many of its keys were applied. It reads every key style: "
+                "ComfyUI, diffusers, kohya, PEFT, LyCORIS. Use it instead of the stock LoRA loader when the log says 'lora "
+                "key not loaded': older ComfyUIs drop half of a diffusers LoRA for FLUX.2. For a LoRA with ComfyUI's own "
+                "keys both do the same."
+            ),
+            search_aliases=["lora", "lycoris", "lokr", "loha", "diffusers lora"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model from Load TP Model, or any FLUX.2 MODEL."),
+                io.Combo.Input(
+                    "lora_name",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A file of models/loras/.",
+                ),
+                io.Float.Input(
+                    "strength_model",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How strongly to change the model. It can be negative.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The model with the LoRA.")],
+            is_output_node=False,
+        )
+
+    @classmethod
+    def execute(cls, model: Any, lora_name: str, strength_model: float) -> io.NodeOutput:
+        check_choice("lora_name", lora_name, folder_paths.get_filename_list("loras"))
+        if strength_model == 0:
+            return io.NodeOutput(model, ui=ui.PreviewText("Strength 0: the LoRA is not applied."))
+        found = read_file(model.model, FILES.read(folder_paths.get_full_path_or_raise("loras", lora_name)))
+        text = report(lora_name, found)
+        if not found.patches:
+            raise InputError(f"{text} It was made for another model.")
+        (log.warning if found.unmatched else log.info)("%s", text)
+        patched = model.clone()
+        for patches in comfy_patches(found.patches, PREFIX):
+            added = patched.add_patches(patches, strength_model)
+            if len(added) < len(patches):
+                lost = next(key for key in patches if key not in set(added))
+                raise InputError(f"ComfyUI did not take the LoRA's patch of {lost}. Update ComfyUI.")
+        return io.NodeOutput(patched, ui=ui.PreviewText(text))
+
+
+class LoraFiles:
+    """The LoRA files read last, so that a new strength reads nothing and the ranks know the tensors again."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[tuple[str, int, int], dict[str, torch.Tensor]] = OrderedDict()
+
+    def read(self, path: str) -> dict[str, torch.Tensor]:
+        """The tensors of the file at `path`."""
+        state = os.stat(path)
+        key = (path, state.st_size, state.st_mtime_ns)
+        if key not in self._files:
+            self._files[key] = comfy.utils.load_torch_file(path, safe_load=True)
+        self._files.move_to_end(key)
+        while len(self._files) > KEPT_FILES:
+            self._files.popitem(last=False)
+        return self._files[key]
+
+
+FILES = LoraFiles()
+
+
+def read_file(model: Any, tensors: Mapping[str, torch.Tensor]) -> LoraFile:
+    """What the LoRA `tensors` do to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is a FLUX.2."""
+    if not isinstance(model, comfy.model_base.Flux2):
+        raise UnsupportedError(
+            f"Load TP LoRA reads LoRAs for FLUX.2, and this model is a {type(model).__name__}. Use the stock LoRA loader."
+        )
+    shapes = {
+        key.removeprefix(PREFIX): tuple(tensor.shape)
+        for key, tensor in model.state_dict().items()
+        if key.startswith(PREFIX)
+    }
+    return read_lora(tensors, shapes, architecture_named("flux2").layouts, "flux2")
+
+
+def report(name: str, found: LoraFile) -> str:
+    """How much of the LoRA fits, in one or two lines."""
+    text = (
+        f"{name}: {len(found.applied)} keys applied to {len({patch.key for patch in found.patches})} weights"
+    )
+    if not found.unmatched:
+        return text + ", none unmatched."
+    shown = ", ".join(found.unmatched[:SHOWN]) + (", ..." if len(found.unmatched) > SHOWN else "")
+    return f"{text}, {len(found.unmatched)} unmatched.\nUnmatched: {shown}."
