@@ -41,6 +41,16 @@ class Adapter:
     reshape: tuple[int, ...] | None = None
 
 
+def is_complete(adapter: Adapter) -> bool:
+    """Whether the adapter has every tensor that its kind needs."""
+    tensors = adapter.tensors
+    if adapter.kind == "lokr":
+        return all(
+            f"w{side}" in tensors or (f"w{side}_a" in tensors and f"w{side}_b" in tensors) for side in (1, 2)
+        )
+    return adapter.kind in _REQUIRED and all(name in tensors for name in _REQUIRED[adapter.kind])
+
+
 class Factors:
     """A matrix of `shape` (rows, columns) held by its factors."""
 
