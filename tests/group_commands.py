@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+
 from comfy_tp.core import errors
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_processes import COMMANDS, command_line, listening_addresses
+
 from comfy_tp.core.errors import Cancelled, CheckpointError, ConfigError, RankError, RankOutOfMemory
 from comfy_tp.core.group.client import RankGroup
-from group_processes import COMMANDS, command_line, listening_addresses
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,11 @@ def test_a_tensor_comes_back_as_it_went(group, tensor):
     assert [each.dtype for each in reply.tensors] == [tensor.dtype, torch.float32, tensor.dtype]
     for back in (reply.tensors[0], reply.tensors[2]):
         assert back.shape == tensor.shape
-        assert back.contiguous().reshape(-1).view(torch.uint8).equal(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        assert (
+            back.contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .equal(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         )
 
 
@@ -215,7 +219,9 @@ def test_a_refusal_of_ours_keeps_its_type_and_text(group):
 
 
 def test_out_of_memory_on_one_rank_is_what_the_client_sees(group):
-    with pytest.raises(RankOutOfMemory, match=r"Rank 1 \(cpu\) ran out of memory: CUDA out of memory") as caught:
+    with pytest.raises(
+        RankOutOfMemory, match=r"Rank 1 \(cpu\) ran out of memory: CUDA out of memory"
+    ) as caught:
         group.request("raises", {"ranks": [1], "kind": "oom", "others": "boundary"})
     assert (caught.value.rank, caught.value.device) == (1, "cpu")
     assert group.alive
@@ -239,7 +245,9 @@ def test_two_threads_take_turns_and_get_their_own_answers(group):
     def ask(number):
         for repeat in range(10):
             reply = group.request("echo", {"number": number, "repeat": repeat}, [torch.full((1000,), number)])
-            answers.setdefault(number, []).append((reply.header["repeat"], reply.tensors[0].unique().tolist()))
+            answers.setdefault(number, []).append(
+                (reply.header["repeat"], reply.tensors[0].unique().tolist())
+            )
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_processes import COMMANDS, running, still_running
+
 from comfy_tp.core.errors import RankError, RankOutOfMemory
 from comfy_tp.core.group.client import RankGroup
-from group_processes import COMMANDS, running, still_running
 
 
 def start(tmp_path: Path, **options) -> RankGroup:

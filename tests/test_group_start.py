@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_processes import COMMANDS, still_running
+
 from comfy_tp.core.errors import ConfigError, RankError
 from comfy_tp.core.group.client import RankGroup, check_devices
 from comfy_tp.core.group.launcher import innermost_frame, without_async_allocator
 from comfy_tp.core.group.logs import KEPT, new_log_dir
 from comfy_tp.core.group.rank import load_commands
-from group_processes import COMMANDS, still_running
 
 ROOT = Path(__file__).parents[1]
 

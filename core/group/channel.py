@@ -39,6 +39,7 @@ TENSOR_LIMIT = 16384
 DIM_LIMIT = 16
 ALIGNMENT = 64
 WAKE = 0.5
+SOCKET_BUFFER = 4 << 20
 
 CHALLENGE, ANSWER, WELCOME, REFUSED = 1, 2, 3, 4
 COMMAND, CANCEL, EVENT, REPLY, ERROR = 16, 17, 18, 19, 20
@@ -190,6 +191,9 @@ class Channel:
 
     def __init__(self, sock: socket.socket, *, stall_timeout: float = 60.0):
         sock.settimeout(WAKE)
+        # More than the default per turn of the two sides; the system caps it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
         self._sock = sock
         self._stall_timeout = stall_timeout
         self._deadline: float | None = None

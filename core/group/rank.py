@@ -40,6 +40,7 @@ import torch.distributed as dist
 from ..errors import Cancelled, ConfigError, RankError
 from . import channel as wire
 from . import pulse as life
+from .arena import Arena
 from .failure import choose, describe, out_of_memory
 from .port import ClientPort, Order
 from .pulse import PulseFile, RankPulse
@@ -52,7 +53,7 @@ Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequen
 _GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
 _NOTHING, _COMMAND = 0, 1
 _BLOCK = 4096
-_BLOCK_HEAD = struct.Struct("<QQQQ")
+_BLOCK_HEAD = struct.Struct("<QQQQQ")
 
 
 class PeerFailed(BaseException):
@@ -260,14 +261,16 @@ class CommandLoop:
         *,
         keepalive: float,
         error_grace: float,
-        raised_file: Path | None,
+        folder: Path | None = None,
     ):
         self.context = context
         self.commands = commands
         self.port = port
         self.keepalive = keepalive
         self.error_grace = error_grace
-        self.raised_file = raised_file
+        # What the ranks of one machine share beside the process group; absent over several machines.
+        self.folder = folder
+        self.arena = Arena(folder) if folder is not None else None
         self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
         self._count = 0
 
@@ -290,7 +293,7 @@ class CommandLoop:
         order = port.next_order(self.keepalive)
         context = self.context
         if order is None:
-            self._write_block(_NOTHING, 0, b"", 0)
+            self._write_block(_NOTHING, 0, b"", 0, 0)
             context._collective(dist.broadcast, self._block, 0)
             return
         frame = order.frame
@@ -302,12 +305,13 @@ class CommandLoop:
         context._pulse.begin(self._count, frame.name)
         payload_bytes = frame.payload.numel()
         if context.degree > 1:
-            self._write_block(_COMMAND, self._count, frame.raw, payload_bytes)
+            stored = self.arena.put(frame.payload) if payload_bytes and self.arena is not None else 0
+            self._write_block(_COMMAND, self._count, frame.raw, payload_bytes, stored)
             context._collective(dist.broadcast, self._block, 0)
             rest = frame.raw[_BLOCK - _BLOCK_HEAD.size :]
             if rest:
                 context._collective(dist.broadcast, torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
-            if payload_bytes:
+            if payload_bytes and not stored:
                 context._collective(dist.broadcast, frame.payload, 0)
         context._order = order
         if not order.client.wants(frame.request):
@@ -326,7 +330,7 @@ class CommandLoop:
         context = self.context
         context._collective(dist.broadcast, self._block, 0)
         block = self._block.numpy().tobytes()
-        kind, count, header_bytes, payload_bytes = _BLOCK_HEAD.unpack_from(block)
+        kind, count, header_bytes, payload_bytes, stored = _BLOCK_HEAD.unpack_from(block)
         if kind == _NOTHING:
             return
         raw = block[_BLOCK_HEAD.size : _BLOCK_HEAD.size + header_bytes]
@@ -334,16 +338,19 @@ class CommandLoop:
             rest = torch.empty(header_bytes - len(raw), dtype=torch.uint8)
             context._collective(dist.broadcast, rest, 0)
             raw += rest.numpy().tobytes()
-        payload = torch.empty(payload_bytes, dtype=torch.uint8)
-        if payload_bytes:
-            context._collective(dist.broadcast, payload, 0)
+        if stored and self.arena is not None:
+            payload = self.arena.get(stored, payload_bytes)
+        else:
+            payload = torch.empty(payload_bytes, dtype=torch.uint8)
+            if payload_bytes:
+                context._collective(dist.broadcast, payload, 0)
         name, header, layout, _ = wire.parse_header(raw)
         context._pulse.begin(count, name)
         self._execute(name, header, wire.tensors_of(layout, payload))
         context._pulse.set_state(life.IDLE)
 
-    def _write_block(self, kind: int, count: int, raw: bytes, payload_bytes: int) -> None:
-        head = _BLOCK_HEAD.pack(kind, count, len(raw), payload_bytes)
+    def _write_block(self, kind: int, count: int, raw: bytes, payload_bytes: int, stored: int) -> None:
+        head = _BLOCK_HEAD.pack(kind, count, len(raw), payload_bytes, stored)
         first = head + raw[: _BLOCK - len(head)]
         self._block[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
 
@@ -426,10 +433,11 @@ class CommandLoop:
 
     def _note_failure(self, error: dict[str, Any]) -> None:
         # For the launcher, in case the others never come to the end of this command.
-        if self.raised_file is not None:
-            unfinished = self.raised_file.with_suffix(".part")
+        if self.folder is not None:
+            path = self.folder / f"raised-{self.context.rank}.json"
+            unfinished = path.with_suffix(".part")
             unfinished.write_text(json.dumps(error))
-            unfinished.replace(self.raised_file)
+            unfinished.replace(path)
 
 
 def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: torch.device) -> str | None:
@@ -570,7 +578,7 @@ def _serve(folder: Path, rank: int) -> NoReturn:
         port,
         keepalive=config["keepalive"],
         error_grace=config["error_grace"],
-        raised_file=folder / f"raised-{rank}.json",
+        folder=folder,
     )
     if port is not None:
         port.start(on_cancel=loop.cancel)
