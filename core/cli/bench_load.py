@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
         loads: dict[str, list[list[dict]]] = {method: [] for method in methods}
         for repeat in range(args.repeats):
             for method in methods:
-                _warm(checkpoint)
-                ranks = load_once(method, checkpoint, args.ranks, args.threads, folder)
+                warm(checkpoint)
+                arguments = [method, str(checkpoint)]
+                ranks = run_ranks(f"{__package__}.bench_load", arguments, args.ranks, args.threads, folder)
                 loads[method].append(ranks)
                 print(
                     f"  {repeat + 1}/{args.repeats} {method}: {max(rank['seconds'] for rank in ranks):.2f} s",
@@ -116,9 +117,13 @@ def make_checkpoint(folder: Path, config: dict) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-def load_once(method: str, checkpoint: Path, ranks: int, threads: int, folder: Path) -> list[dict]:
-    """One load by `method` in fresh processes; returns each rank's figures."""
-    work = Path(tempfile.mkdtemp(prefix="load-", dir=folder))
+def run_ranks(program: str, arguments: list[str], ranks: int, threads: int, folder: Path) -> list[dict]:
+    """Run the module `program` once per rank with ARGUMENTS WORK RANK RANKS THREADS; returns each rank's figures.
+
+    A rank writes its figures to WORK/rank-RANK.json. Raises `RankError` with the end of a rank's output when it fails
+    or takes too long; no process is left.
+    """
+    work = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -126,31 +131,22 @@ def load_once(method: str, checkpoint: Path, ranks: int, threads: int, folder: P
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    started = []
+    started: list[subprocess.Popen] = []
     try:
         for rank in range(ranks):
-            command = [sys.executable, "-m", f"{__package__}.bench_load", method, str(checkpoint), str(work)]
-            log = open(work / f"rank-{rank}.log", "wb")
-            with log:
-                started.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(ranks), str(threads)],
-                        env=environment,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
-        deadline = time.monotonic() + RANK_SECONDS
-        for rank, process in enumerate(started):
-            try:
-                status = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise RankError(
-                    f"Rank {rank} of '{method}' did not finish in {RANK_SECONDS} s.", rank=rank
-                ) from None
-            if status:
-                tail = (work / f"rank-{rank}.log").read_text(errors="replace").strip()[-2000:]
-                raise RankError(f"Rank {rank} of '{method}' ended with {status}:\n{tail}", rank=rank)
+            command = [
+                sys.executable,
+                "-m",
+                program,
+                *arguments,
+                str(work),
+                str(rank),
+                str(ranks),
+                str(threads),
+            ]
+            with open(work / f"rank-{rank}.log", "wb") as log:
+                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        _wait(started, work, [program.rpartition(".")[2], *arguments[:1]])
         return [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     finally:
         for process in started:
@@ -158,6 +154,21 @@ def load_once(method: str, checkpoint: Path, ranks: int, threads: int, folder: P
                 process.kill()
                 process.wait(timeout=10)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _wait(started: list[subprocess.Popen], work: Path, name: list[str]) -> None:
+    """Wait until every rank has ended well; the first that has not is named, whichever it is."""
+    deadline = time.monotonic() + RANK_SECONDS
+    while any(process.poll() is None for process in started) or any(process.poll() for process in started):
+        for rank, process in enumerate(started):
+            if process.poll():
+                tail = (work / f"rank-{rank}.log").read_text(errors="replace").strip()[-2000:]
+                raise RankError(
+                    f"Rank {rank} of {' '.join(name)} ended with {process.poll()}:\n{tail}", rank=rank
+                )
+        if time.monotonic() > deadline:
+            raise RankError(f"The ranks of {' '.join(name)} did not finish in {RANK_SECONDS} s.")
+        time.sleep(0.05)
 
 
 def summarise(loads: dict[str, list[list[dict]]], nbytes: int) -> dict:
@@ -227,7 +238,7 @@ def _require_space(folder: Path, single_blocks: int) -> None:
         )
 
 
-def _warm(folder: Path) -> None:
+def warm(folder: Path) -> None:
     """Read every file once, so that all methods find them in the page cache."""
     buffer = bytearray(8 << 20)
     for path in folder.glob("*.safetensors"):
@@ -296,7 +307,7 @@ def _load_ours(checkpoint: str, degree: int, threads: int) -> Iterator[Callable[
 
 
 @contextmanager
-def _diffusers_on_cpu() -> Iterator[None]:
+def diffusers_on_cpu() -> Iterator[None]:
     """diffusers' tensor parallelism with its refusal of the CPU and its look-ups of the accelerator patched."""
     import torch
     from diffusers.hooks import tensor_parallel
@@ -325,7 +336,7 @@ def _load_diffusers(
         )
         return model, None
 
-    with _diffusers_on_cpu():
+    with diffusers_on_cpu():
         yield load
 
 
@@ -341,7 +352,7 @@ def _load_diffusers_after(
         model.enable_parallelism(config=TensorParallelConfig(tp_degree=degree))
         return model, None
 
-    with _diffusers_on_cpu():
+    with diffusers_on_cpu():
         yield load
 
 

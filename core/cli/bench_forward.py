@@ -1,0 +1,183 @@
+"""Host time of one FLUX.2 forward: sharded against whole and against diffusers' DTensors, and its collectives.
+
+The model has FLUX.2-dev's 8 + 48 blocks at tiny widths, so that what is measured is the host and not the matrix
+products. Everything runs under `torch.inference_mode()`, as ComfyUI samples, with one thread. In one process a fake
+process group stands for the second rank, so that no communication is in the figures; then two real ranks over gloo
+measure with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .bench_load import diffusers_on_cpu, run_ranks
+
+CONFIG = {
+    "num_layers": 8,
+    "num_single_layers": 48,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+IMAGE_TOKENS = 16
+TEXT_TOKENS = 8
+VARIANTS = {
+    "unsharded": "the whole model",
+    "ours": "comfy-tp, 2 ranks, no communication",
+    "dtensor": "diffusers DTensor, 2 ranks, no communication",
+    "ours_gloo": "comfy-tp, 2 gloo ranks",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``comfy-tp bench forward``."""
+    parser.add_argument("--repeats", type=int, default=15, help="forwards of each variant (default 15)")
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict]:
+    """Time every variant in turn, print medians and ratios."""
+    with tempfile.TemporaryDirectory(prefix="comfy-tp-bench-") as folder:
+        program = f"{__package__}.bench_forward"
+        (alone,) = run_ranks(program, ["alone", str(args.repeats)], 1, 1, Path(folder))
+        pair = run_ranks(program, ["pair", str(args.repeats)], 2, 1, Path(folder))
+    seconds = {**alone["seconds"], "ours_gloo": pair[0]["seconds"]["ours"]}
+    medians = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
+    figures = {
+        "median_ms": medians,
+        "min_ms": {name: min(values) * 1000 for name, values in seconds.items()},
+        "max_ms": {name: max(values) * 1000 for name, values in seconds.items()},
+        "vs_unsharded": medians["ours"] / medians["unsharded"],
+        "vs_dtensor": medians["ours"] / medians["dtensor"],
+        "collectives": alone["collectives"],
+        "collective_bytes": alone["collective_bytes"],
+        "gloo_collectives": pair[0]["collectives"],
+    }
+    print(f"{'':48}{'median ms':>10}{'spread':>18}")
+    for name, text in VARIANTS.items():
+        spread = f"{figures['min_ms'][name]:.1f}..{figures['max_ms'][name]:.1f}"
+        print(f"{text:48}{medians[name]:10.1f}{spread:>18}")
+    for name in ("vs_unsharded", "vs_dtensor"):
+        print(f"{name}: {figures[name]:.3f}")
+    print(
+        f"collectives per forward: {figures['collectives']} ({figures['collective_bytes']} bytes at these widths)"
+    )
+    return 0, figures
+
+
+def make_model() -> Any:
+    """The same random model in every process."""
+    import torch
+    from diffusers import Flux2Transformer2DModel
+
+    torch.manual_seed(0)
+    return Flux2Transformer2DModel(**CONFIG).eval()
+
+
+def make_call(model: Any) -> Callable[[], Any]:
+    """One forward of `model` on fixed inputs."""
+    import torch
+
+    from ..models.tokens import image_ids, text_ids
+
+    random = torch.Generator().manual_seed(1)
+    inputs = {
+        "hidden_states": torch.randn(1, IMAGE_TOKENS, 128, generator=random),
+        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, CONFIG["joint_attention_dim"], generator=random),
+        "timestep": torch.tensor([0.7]),
+        "guidance": torch.tensor([4.0]),
+        "img_ids": image_ids(4, IMAGE_TOKENS // 4, "cpu"),
+        "txt_ids": text_ids(TEXT_TOKENS, "cpu"),
+        "return_dict": False,
+    }
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return model(**inputs)
+
+    return call
+
+
+def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other in every repeat, so that all see the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+# What follows runs in a rank.
+
+
+def _alone(repeats: int) -> dict:
+    """All variants in one process; the second rank is a fake that answers at once."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from ..parallelize import enable_parallelism
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ours = enable_parallelism(make_model(), config=2, device="cpu")
+    calls = {"unsharded": make_call(make_model()), "ours": make_call(ours), "dtensor": make_call(_dtensor())}
+    seconds = time_in_turn(calls, repeats)
+    ranks = ours.tensor_parallel.ranks
+    ranks.collectives = ranks.collective_bytes = 0
+    calls["ours"]()
+    figures = {
+        "seconds": seconds,
+        "collectives": ranks.collectives,
+        "collective_bytes": ranks.collective_bytes,
+    }
+    dist.destroy_process_group()
+    return figures
+
+
+def _dtensor() -> Any:
+    from diffusers import TensorParallelConfig
+
+    model = make_model()
+    with diffusers_on_cpu():
+        model.enable_parallelism(config=TensorParallelConfig(tp_degree=2))
+    return model
+
+
+def _pair(repeats: int, work: str, rank: int, degree: int) -> dict:
+    """Ours on real ranks over gloo."""
+    import torch.distributed as dist
+
+    from ..parallelize import enable_parallelism
+
+    store = dist.FileStore(f"{work}/store", degree)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=degree)
+    ours = enable_parallelism(make_model(), config=degree, device="cpu")
+    call = make_call(ours)
+    seconds = time_in_turn({"ours": call}, repeats)
+    ours.tensor_parallel.ranks.collectives = 0
+    call()
+    figures = {"seconds": seconds, "collectives": ours.tensor_parallel.ranks.collectives}
+    dist.barrier()
+    dist.destroy_process_group()
+    return figures
+
+
+if __name__ == "__main__":
+    import torch
+
+    kind, repeats, work, rank, degree, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    result = _alone(int(repeats)) if kind == "alone" else _pair(int(repeats), work, int(rank), int(degree))
+    Path(work, f"rank-{rank}.json").write_text(json.dumps(result))
