@@ -9,6 +9,7 @@ import importlib.util
 # One module per measurement, with the same two functions as a subcommand's.
 MEASUREMENTS = {
     "load": "bench_load",
+    "rowwise": "bench_rowwise",
     "forward": "bench_forward",
 }
 
