@@ -37,4 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name.endswith("Model"):
+        # The model classes under diffusers' own names: `from comfy_tp.core import Flux2Transformer2DModel`.
+        return importlib.import_module(".classes", __name__).model_class(name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

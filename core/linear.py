@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import quant
+from .errors import PlanError
 from .plan import Colwise, LinearStyle, Rowwise, RowwiseSplitInput
 from .ranks import Ranks
 from .shard import ShardSpec
@@ -85,8 +86,17 @@ class RowwiseSplitInputLinear(RowwiseLinear):
     """Row-wise with a replicated input x [..., in], of which this rank's slice is taken first (R26)."""
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum from the whole input."""
-        ranges = self.specs["weight"].ranges(self.ranks.rank)
+        """This rank's partial sum from the whole input.
+
+        Raises `PlanError` on every rank for an input of another width, such as a slice left by a col-wise layer.
+        """
+        spec = self.specs["weight"]
+        if x.shape[-1] != spec.shape[1]:
+            raise PlanError(
+                f"A 'rowwise_split_input' layer takes its whole input of {spec.shape[1]} features on every rank, got "
+                f"{x.shape[-1]}. After a col-wise layer use 'rowwise'."
+            )
+        ranges = spec.ranges(self.ranks.rank)
         parts = [x[..., start:stop] for start, stop in ranges]
         return self.product(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
 

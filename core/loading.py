@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import quant
+from .agreement import check_files, guard_inputs
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, check, choose_layout
 from .checkpoint.reader import ReadReport, Wanted, read_shards
@@ -88,7 +89,10 @@ def from_pretrained(
     ranks = Ranks.of(config, device)
     location = resolve_source(name_or_path, subfolder=subfolder, **hub)
     opened = open_model(Checkpoint.open(location), model_class=model_class)
+    if ranks.degree > 1:
+        check_files(ranks, opened.checkpoint)
     model, _ = load_opened(opened, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled)
+    guard_inputs(model, ranks)
     return model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import check_weights, guard_inputs
 from .config import TensorParallelConfig
 from .errors import ConfigError, PlanError, UnsupportedError
 from .linear import layer_class
@@ -82,7 +83,10 @@ def enable_parallelism(
     architecture = architecture_of(type(model))
     plan = resolve(model, config, architecture)
     ranks = Ranks.of(config, device)
+    if ranks.degree > 1:
+        check_weights(ranks, model)
     apply_plan(model, plan, ranks, architecture)
+    guard_inputs(model, ranks)
     return model.to(ranks.device)
 
 

@@ -258,7 +258,7 @@ def compare_sharded(
     before = ranks.collectives
     try:
         sharded.run(inputs)
-    except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+    except (RuntimeError, ValueError, IndexError, AttributeError, AssertionError) as error:
         comparison.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         comparison.failed_in = sharded.running[-1] if sharded.running else None
         return comparison

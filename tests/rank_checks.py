@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear
 from comfy_tp.core.models import ARCHITECTURES, architecture_named
+from comfy_tp.core.plan import PackedColwiseParallel, Place, Rowwise, Style
 from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.verify import compare_on_ranks, example_inputs, example_model
+from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.verify import TOLERANCE, compare_on_ranks, example_inputs, example_model
 
 
 def before_fork() -> None:
@@ -28,3 +34,72 @@ def architecture(ranks: Ranks, name: str, example: str, dtype: str = "float32") 
     model = example_model(known, example, dtype=kind)
     inputs = example_inputs(known, model.config, dtype=kind)
     return compare_on_ranks(model, inputs, ranks, known, tolerance=1e-6).as_dict()
+
+
+class BiasOnEveryRank(RowwiseLinear):
+    """A wrong layer: the bias is added before the reduce, so it arrives once per rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_reduce(self.product(x, self.bias))
+
+
+@dataclass(frozen=True)
+class WrongRowwise(Style):
+    """Row-wise in everything but the moment of the bias."""
+
+    reduces = 1
+
+    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+        return Rowwise().specs(place, degree)
+
+    def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
+        return BiasOnEveryRank(module, dict(specs), ranks)
+
+
+@dataclass(frozen=True)
+class ExchangedHalves(Style):
+    """A gated feed-forward whose gate and up rows are taken in the other order."""
+
+    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+        return PackedColwiseParallel((1, 1)).specs(place, degree)
+
+    def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
+        layer = ColwiseLinear(module, dict(specs), ranks)
+        gate, up = layer.weight.data.chunk(2, dim=0)
+        layer.weight.data = torch.cat([up, gate])
+        return layer
+
+
+# Changes to the right plan of FLUX.1 or FLUX.2, each of them wrong.
+WRONG_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "col and row swapped": (
+        "flux2",
+        {
+            "transformer_blocks.*.ff.linear_in": "rowwise",
+            "transformer_blocks.*.ff.linear_out": "colwise",
+        },
+    ),
+    "packed treated as plain": ("flux2", {"transformer_blocks.*.ff.linear_in": "colwise"}),
+    "packed rows treated as plain": ("flux", {"single_transformer_blocks.*.proj_out": "rowwise"}),
+    "bias added on every rank": ("flux", {"transformer_blocks.*.ff.net.2": WrongRowwise()}),
+    "gate and up exchanged": ("flux2", {"transformer_blocks.*.ff_context.linear_in": ExchangedHalves()}),
+    "whole input of a row-wise layer": (
+        "flux",
+        {"transformer_blocks.*.attn.to_out.0": "rowwise_split_input"},
+    ),
+}
+
+
+def wrong_plan(ranks: Ranks, case: str) -> dict[str, Any]:
+    """A small model sharded by a plan with one mistake, compared as `comfy-tp verify` does."""
+    name, changes = WRONG_PLANS[case]
+    known = architecture_named(name)
+    if name == "flux2":
+        # The merged reduces need row-wise layers where the right plan has them.
+        known = replace(known, bind=lambda model, ranks: None, merged=lambda model: 0)
+    model = example_model(known, next(iter(known.examples)))
+    inputs = example_inputs(known, model.config)
+    plan = {**known.plan, **changes}
+    return compare_on_ranks(
+        model, inputs, ranks, known, plan=plan, tolerance=TOLERANCE[torch.float32]
+    ).as_dict()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 280.0  # for everything; the collectives of one run time out long before
-COLLECTIVE_S = 120
+COLLECTIVE_S = 60
 
 
 @dataclass

@@ -1,0 +1,126 @@
+"""``comfy-tp verify``: a sharded model against its unsharded self, block by block, on ranks that it starts itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and how to run it."""
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="a diffusers model folder, a pipeline folder with transformer/, a .safetensors file, or the name of an "
+        "architecture, whose small example models are checked then",
+    )
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--devices", metavar="LIST", help="comma-separated, one per rank; default: cpu for every rank"
+    )
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs, and of an example's weights")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="relative L2 error that still passes; default: by dtype, from rounding",
+    )
+    parser.add_argument(
+        "--reference-device", default="cpu", help="where rank 0 runs the whole model (default: cpu)"
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="another plan for an architecture's examples, as JSON"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict]:
+    """Start the ranks, compare, print one line per block. Status 1 when anything is above the tolerance."""
+    import torch
+
+    from ..group.client import RankGroup
+    from ..verify import TOLERANCE
+
+    devices = args.devices.split(",") if args.devices else ["cpu"] * args.tp
+    if len(devices) != args.tp:
+        raise ConfigError(f"--tp {args.tp} needs {args.tp} devices, but --devices names {len(devices)}.")
+    tolerance = args.tolerance if args.tolerance is not None else TOLERANCE[getattr(torch, args.dtype)]
+    common = {"dtype": args.dtype, "seed": args.seed, "tolerance": tolerance}
+    plan = _read_plan(args.plan) if args.plan else None
+    orders = [order for model in args.models for order in _orders(model, plan, args.reference_device)]
+    package = __package__.rpartition(".")[0]
+    results = []
+    with RankGroup.start(devices, backend=args.backend, commands=f"{package}.verify:COMMANDS") as group:
+        for title, command, header in orders:
+            reply = group.request(command, {**common, **header})
+            comparison = reply.header["comparison"]
+            results.append({"model": title, **comparison})
+            _print(title, comparison, args.tp)
+    passed = all(result["passed"] for result in results)
+    return (0 if passed else 1), {"passed": passed, "results": results}
+
+
+def _orders(
+    model: str, plan: dict[str, Any] | None, reference_device: str
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """What the ranks are asked for one MODEL: (title, command, its header)."""
+    from ..models import ARCHITECTURES, architecture_named
+
+    if model in ARCHITECTURES:
+        architecture = architecture_named(model)
+        architecture.load_class()
+        return [
+            (
+                f"{model} ({example})",
+                "verify_example",
+                {"architecture": model, "example": example, "plan": plan},
+            )
+            for example in architecture.examples
+        ]
+    if plan is not None:
+        raise ConfigError("--plan is for the small examples of an architecture; give its name as MODEL.")
+    source, subfolder = _source(model)
+    where = {"source": source, "subfolder": subfolder, "reference_device": reference_device}
+    return [(model, "verify_checkpoint", where)]
+
+
+def _source(model: str) -> tuple[str, str | None]:
+    """The model and its subfolder: a pipeline folder means its transformer."""
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file() and (path / "transformer").is_dir():
+        return model, "transformer"
+    return model, None
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The plan {path} cannot be read: {error}") from error
+    if not isinstance(plan, dict):
+        raise ConfigError(f"The plan {path} must be a JSON object that maps module names to styles.")
+    return plan
+
+
+def _print(title: str, comparison: dict[str, Any], degree: int) -> None:
+    print(f"{title}, {degree} ranks")
+    width = max([len(row["name"]) for row in comparison["rows"]] + [6])
+    for row in comparison["rows"]:
+        mark = "" if row["rel_l2"] <= comparison["tolerance"] else "  <- above the tolerance"
+        print(f"  {row['name']:<{width}}  rel-L2 {row['rel_l2']:.2e}  max {row['max_abs']:.2e}{mark}")
+    print(f"  all-reduces: {comparison['collectives']}, the plan predicts {comparison['predicted']}")
+    if comparison["failure"]:
+        print(f"  FAILED in {comparison['failed_in'] or 'the model'}: {comparison['failure']}")
+    elif comparison["first_wrong"]:
+        print(f"  FAILED: the first block that differs is {comparison['first_wrong']}")
+    elif comparison["passed"]:
+        print(f"  passed: within {comparison['tolerance']:.0e}, the same on every rank")
+    else:
+        print(f"  FAILED: the ranks' outputs are {comparison['rank_spread']:.2e} apart")
