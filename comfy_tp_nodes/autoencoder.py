@@ -8,6 +8,7 @@ import comfy.model_management
 import comfy.sd
 import torch
 
+from ..core.errors import InputError
 from .component import ComponentPatcher, RemoteModule
 from .sharded import ShardedModel
 
@@ -58,6 +59,35 @@ class RemoteVAE(comfy.sd.VAE):
         self.vae_dtype = torch.float32
         self.output_device = comfy.model_management.intermediate_device()
         self.patcher = ComponentPatcher.of(self.first_stage_model)
+
+    def vae_encode_crop_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels [B, H, W, C] cut to whole latent positions. Raises `InputError` for a picture smaller than one."""
+        height, width = pixels.shape[1:3]
+        if min(height, width) < PIXELS:
+            raise InputError(
+                f"The image is {width}x{height} pixels, but the VAE needs at least {PIXELS}x{PIXELS}. Scale it up."
+            )
+        return super().vae_encode_crop_pixels(pixels)
+
+    def decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Pixels [B, H, W, 3] in 0..1 of latents [B, 128, h, w]."""
+        with self.first_stage_model.held():
+            return super().decode(*args, **kwargs)
+
+    def decode_tiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `decode`, in overlapping tiles that are blended: close to it, not equal."""
+        with self.first_stage_model.held():
+            return super().decode_tiled(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Latents [B, 128, h, w] of pixels [B, H, W, 3] in 0..1."""
+        with self.first_stage_model.held():
+            return super().encode(*args, **kwargs)
+
+    def encode_tiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `encode`, in overlapping tiles that are blended."""
+        with self.first_stage_model.held():
+            return super().encode_tiled(*args, **kwargs)
 
     def get_ram_usage(self) -> int:
         """Host memory only."""

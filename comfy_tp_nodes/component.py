@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def open_encoder(path: Path, degree: int, devices: str, dtype: str) -> ShardedMo
     placement = place(devices, degree, heads if degree == 0 else None, "the text encoder", own)
     opened = text_encoder.open_text_encoder(checkpoint, placement.degree)
     log.info("Load TP CLIP: %s, %s", path, placement.reason)
-    return sharded_model(ModelSource.of_component(checkpoint, opened, "text_encoder"), placement, dtype)
+    return _shown(sharded_model(ModelSource.of_component(checkpoint, opened, "text_encoder"), placement, dtype))
 
 
 def open_autoencoder(path: Path, degree: int, devices: str, dtype: str) -> ShardedModel:
@@ -45,7 +46,13 @@ def open_autoencoder(path: Path, degree: int, devices: str, dtype: str) -> Shard
     opened = vae.open_vae(checkpoint)
     placement = place(devices, degree, None, "the VAE", comfy.model_management.get_torch_device())
     log.info("Load TP VAE: %s, %s", path, placement.reason)
-    return sharded_model(ModelSource.of_component(checkpoint, opened, "vae"), placement, dtype)
+    return _shown(sharded_model(ModelSource.of_component(checkpoint, opened, "vae"), placement, dtype))
+
+
+def _shown(sharded: ShardedModel) -> ShardedModel:
+    """The same, with its status line in the loader node that runs now."""
+    sharded.line.shown_by_this_node()
+    return sharded
 
 
 class RemoteModule(torch.nn.Module):
@@ -56,7 +63,22 @@ class RemoteModule(torch.nn.Module):
         self.sharded = sharded
         self.policy = policy
         self.device: torch.device | None = None
+        self._holds = 0
         sharded.serve(self)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the model stays on the ranks between calls whatever the policy, so that tiles do not load it anew."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self._release()
+
+    def _release(self) -> None:
+        if self.policy == RELEASE and not self._holds:
+            self.sharded.unload()
 
     def on_ranks(self, work: Callable[[RemoteModel, Callable[[], None]], torch.Tensor]) -> torch.Tensor:
         """`work(remote, poll)` with ComfyUI's errors and Cancel; the ranks release the model after it if so asked."""
@@ -65,8 +87,7 @@ class RemoteModule(torch.nn.Module):
             with comfy_errors():
                 return work(self.sharded.load(poll=poll), poll)
         finally:
-            if self.policy == RELEASE:
-                self.sharded.unload()
+            self._release()
 
 
 class ComponentPatcher(OnRanks, comfy.model_patcher.ModelPatcher):

@@ -89,10 +89,13 @@ class MirroredSampler(comfy.samplers.Sampler):
         guided = not math.isclose(model_wrap.cfg, 1.0)
         conds = model_wrap.conds
 
+        line = model.sharded.line
+        line.begin(len(sigmas) - 1)
         with tqdm(total=len(sigmas) - 1, disable=disable_pbar) as bar, comfy_errors():
 
             def on_step(step: int, steps: int, x0: torch.Tensor | None) -> None:
                 bar.update(step + 1 - bar.n)
+                line.step(step + 1, steps, remote.last_step_seconds)
                 if callback is not None:
                     callback(step, x0, x0, steps)
 

@@ -11,6 +11,9 @@ from ..core.errors import UnsupportedError
 # Node id -> display name and the type of its output.
 NODES = {
     "TPLoadModel": ("Load TP Model", "MODEL"),
+    "TPLoadCLIP": ("Load TP CLIP", "CLIP"),
+    "TPLoadVAE": ("Load TP VAE", "VAE"),
+    "TPLoadLoRA": ("Load TP LoRA", "MODEL"),
     "TPSampler": ("TP Sampler", "LATENT"),
     "TPUnloadModel": ("Unload TP Model", "*"),
     "TPStatus": ("TP Status", "STRING"),

@@ -109,6 +109,7 @@ class ShardedFlux(comfy.ldm.flux.model.Flux):
                 reference_method=method,
                 poll=poll,
             )
+        self.sharded.line.called(transformer_options, remote.last_step_seconds)
         return velocity.to(x.device, x.dtype)
 
 

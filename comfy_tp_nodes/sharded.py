@@ -16,6 +16,7 @@ from ..core.remote import ModelInfo, RemoteModel
 from . import groups
 from .devices import Placement
 from .source import Fingerprint, ModelSource
+from .status_feed import StatusLine
 
 log = logging.getLogger("comfy_tp.nodes")
 
@@ -51,6 +52,7 @@ class ShardedModel:
         self.remote: RemoteModel | None = None
         self.parked = False
         self.loads = 0
+        self.line = StatusLine(placement.degree)
         self.comfy_model: Callable[[], Any] = lambda: None
         self._users = 0
         self._timer: threading.Timer | None = None
@@ -74,6 +76,7 @@ class ShardedModel:
                 self.parked = False
                 return self.remote
             started = time.perf_counter()
+            self.line.starting()
             group = groups.group_for(self.placement.devices, self.placement.backend, poll=poll)
             for note in group.notes:
                 log.warning("%s", note)
@@ -82,12 +85,13 @@ class ShardedModel:
                 self.source.path,
                 kind=self.source.kind,
                 dtype=self.dtype,
-                on_progress=on_progress,
+                on_progress=self._told(on_progress),
                 poll=poll,
             )
             self.parked = False
             self.loads += 1
             info = self.remote.info
+            self.line.ready(info.resident_bytes)
             for note in info.notes:
                 log.info("%s: %s", os.path.basename(self.source.path), note)
             log.info(
@@ -100,6 +104,16 @@ class ShardedModel:
                 time.perf_counter() - started,
             )
             return self.remote
+
+    def _told(self, on_progress: Progress | None) -> Progress:
+        """`on_progress`, with the status line told first."""
+
+        def show(done: int, total: int, gb_per_second: float) -> None:
+            self.line.loading(done, total, gb_per_second)
+            if on_progress is not None:
+                on_progress(done, total, gb_per_second)
+
+        return show
 
     def require(self) -> RemoteModel:
         """The model on the ranks, for a call in the middle of a run. Raises `RankError` when it is not there."""
@@ -117,6 +131,7 @@ class ShardedModel:
             self.parked = False
             if remote is None:
                 return 0
+            self.line.gone()
             try:
                 return remote.unload()
             except RankError as error:

@@ -97,6 +97,8 @@ class LoadTPModel(io.ComfyNode):
             comfy.model_management.get_torch_device(),
         )
         log.info("Load TP Model: %s, %s", model, placement.reason)
-        patcher = make_patcher(build_model(sharded_model(source, placement, dtype)), policy)
+        sharded = sharded_model(source, placement, dtype)
+        sharded.line.shown_by_this_node()
+        patcher = make_patcher(build_model(sharded), policy)
         load_now(patcher)
         return io.NodeOutput(patcher)

@@ -1,0 +1,131 @@
+"""The status line of a model on the ranks: what its nodes show in the browser while it is loaded and sampled.
+
+ComfyUI's server sends the figures to the page of the client whose prompt runs, and ``web/status_line.js`` writes them
+into the nodes. Only what is known here is sent: nobody asks the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from comfy_execution.utils import get_executing_context
+
+EVENT = "comfy_tp.status"
+INTERVAL_S = 0.25  # at most four messages a second and model
+SAME_SIGMA = 1e-4  # below the distance of neighbouring sigmas, above what bfloat16 timesteps are off
+
+
+def executing_node() -> str | None:
+    """The id of the node that ComfyUI runs in this thread; None outside of a prompt."""
+    context = get_executing_context()
+    return context.node_id if context is not None else None
+
+
+class StatusLine:
+    """The line of one model. `loader` is the node that handed the model on last: it shows the line too."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.loader: str | None = None
+        self._sent_at = 0.0
+        self._bytes_per_rank: int | None = None
+        self._sigmas: torch.Tensor | None = None
+        self._begun = 0.0
+        self._lock = threading.Lock()
+
+    def shown_by_this_node(self) -> None:
+        """The node that runs now is the model's loader."""
+        self.loader = executing_node() or self.loader
+
+    def starting(self) -> None:
+        """The ranks are being started."""
+        self._tell("starting", last=True)
+
+    def loading(self, done: int, total: int, gb_per_second: float) -> None:
+        """`done` of `total` bytes are read."""
+        self._tell("loading", done=done, total=total, gb_per_second=gb_per_second)
+
+    def ready(self, resident_bytes: Sequence[int] | None = None) -> None:
+        """The model is on its ranks and at rest; `resident_bytes` per rank."""
+        if resident_bytes is not None:
+            self._bytes_per_rank = max(resident_bytes, default=0)
+        self._tell("ready", last=True)
+
+    def gone(self) -> None:
+        """The shards were freed."""
+        self._bytes_per_rank = None
+        self._tell("gone", last=True)
+
+    def begin(self, steps: int) -> None:
+        """A denoising loop of `steps` steps starts on the ranks."""
+        self._begun = time.perf_counter()
+        self._sigmas = None
+        self._tell("sampling", last=True, step=0, steps=steps)
+
+    def step(self, done: int, steps: int, step_seconds: float | None) -> None:
+        """`done` of `steps` steps of the loop are through; the last one took `step_seconds`."""
+        elapsed = time.perf_counter() - self._begun
+        self._tell(
+            "sampling",
+            last=done == steps,
+            step=done,
+            steps=steps,
+            step_seconds=step_seconds,
+            seconds=elapsed,
+            seconds_left=elapsed / max(done, 1) * (steps - done),
+        )
+
+    def called(self, options: Mapping[str, Any], seconds: float | None) -> None:
+        """ComfyUI's own loop has called the model once, which took `seconds`. `options`: its transformer_options."""
+        sigmas, now = options.get("sample_sigmas"), options.get("sigmas")
+        if sigmas is None or now is None or len(sigmas) < 2:
+            return
+        if sigmas is not self._sigmas:
+            self._sigmas = sigmas
+            self._begun = time.perf_counter() - (seconds or 0.0)
+        # The step that this call belongs to: as many levels of the schedule lie above its own.
+        levels = sigmas[:-1].detach().float().cpu()
+        done = int((levels > float(now.flatten()[0]) + SAME_SIGMA).sum())
+        steps = len(levels)
+        elapsed = time.perf_counter() - self._begun
+        left = elapsed / (done + 1) * (steps - done - 1)
+        self._tell(
+            "sampling",
+            last=done + 1 == steps,
+            step=done + 1,
+            steps=steps,
+            step_seconds=elapsed / (done + 1),
+            seconds=elapsed,
+            seconds_left=left,
+        )
+
+    def _tell(self, phase: str, *, last: bool = False, **figures: Any) -> None:
+        """Send the line; all but what must not be missed only once in `INTERVAL_S`."""
+        now = time.monotonic()
+        with self._lock:
+            if not last and now - self._sent_at < INTERVAL_S:
+                return
+            self._sent_at = now
+        nodes = [node for node in dict.fromkeys((executing_node(), self.loader)) if node is not None]
+        if nodes:
+            line = {
+                "nodes": nodes,
+                "phase": phase,
+                "ranks": self.ranks,
+                "bytes_per_rank": self._bytes_per_rank,
+            }
+            send({**line, **figures})
+
+
+def send(line: Mapping[str, Any]) -> None:
+    """Hand `line` to ComfyUI's server, for the client whose prompt runs."""
+    # Loaded wherever ComfyUI serves a page; tests and scripts run its nodes without it.
+    module = sys.modules.get("server")
+    server = getattr(getattr(module, "PromptServer", None), "instance", None)
+    if server is not None:
+        server.send_sync(EVENT, dict(line), server.client_id)
