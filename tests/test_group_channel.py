@@ -301,7 +301,7 @@ def test_a_client_with_the_token_is_heard(port):
 
 
 def test_a_wrong_token_gets_nothing(port):
-    with pytest.raises(ChannelError):
+    with pytest.raises(ChannelError, match="refused this client: the token is wrong"):
         port.client("b" * 64)
     sock = port.raw()
     sock.sendall(frame(message=message(name="echo")))

@@ -40,10 +40,12 @@ DIM_LIMIT = 16
 ALIGNMENT = 64
 WAKE = 0.5
 SOCKET_BUFFER = 4 << 20
+# How often rank 0 of a group that runs elsewhere tells its client that it lives, in seconds.
+BEAT_PERIOD = 2.0
 
 CHALLENGE, ANSWER, WELCOME, REFUSED = 1, 2, 3, 4
-COMMAND, CANCEL, EVENT, REPLY, ERROR = 16, 17, 18, 19, 20
-KINDS = frozenset((CHALLENGE, ANSWER, WELCOME, REFUSED, COMMAND, CANCEL, EVENT, REPLY, ERROR))
+COMMAND, CANCEL, EVENT, REPLY, ERROR, BEAT = 16, 17, 18, 19, 20, 21
+KINDS = frozenset((CHALLENGE, ANSWER, WELCOME, REFUSED, COMMAND, CANCEL, EVENT, REPLY, ERROR, BEAT))
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -355,6 +357,7 @@ def admit(channel: Channel, token: str, timeout: float) -> None:
         raise ChannelError("the peer does not answer the challenge")
     peer = _text(frame, "nonce")
     if not hmac.compare_digest(_text(frame, "proof").encode(), _proof(token, "client", nonce, peer).encode()):
+        channel.send(REFUSED, 0, header={"reason": "the token is wrong"})
         raise ChannelError("the peer does not know the token")
     channel.welcome_proof = _proof(token, "ranks", peer, nonce)  # type: ignore[attr-defined]
 

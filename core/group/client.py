@@ -352,6 +352,8 @@ class _Line:
         self._pulse: PulseFile | None = None
         self._heartbeat_timeout = 60.0
         self._next_check = 0.0
+        self._heard = time.monotonic()
+        self._beat = 0.0
         self._changed = threading.Condition()
         self._frames: collections.deque[Frame] = collections.deque()
         self._last = 0
@@ -432,6 +434,8 @@ class _Line:
             raise
         if not self.devices:
             self.devices = [str(name) for name in group.get("devices", [])]
+            self._beat = float(group.get("beat") or 0.0)
+        self._heard = time.monotonic()
         self._channel = channel
         threading.Thread(target=self._read, args=(channel,), name="comfy_tp reader", daemon=True).start()
 
@@ -442,6 +446,11 @@ class _Line:
         try:
             while True:
                 frame = channel.receive()
+                self._heard = time.monotonic()
+                if frame.kind == wire.ERROR and frame.header.get("ends"):
+                    error = rebuild(frame.header, log_dir=self.log_dir, note=" The rank group was ended.")
+                    self._fail(error if isinstance(error, RankError) else RankError(str(error)))
+                    return
                 with self._changed:
                     if frame.kind in (wire.REPLY, wire.ERROR):
                         self._answered = frame.request
@@ -599,9 +608,17 @@ class _Line:
     def _check_launcher(self) -> None:
         # The launcher watches the ranks; who watches the launcher is whoever waits here.
         now = time.monotonic()
-        if self._pulse is None or now < self._next_check:
+        if now < self._next_check:
             return
         self._next_check = now + 1.0
+        silent = now - self._heard
+        if self._beat and silent > max(NODE_TIMEOUT, 5 * self._beat):
+            self._fail(
+                RankError(f"Rank 0 ({self.devices[0]}) has not been heard for {silent:.0f} s.", rank=0)
+            )
+            self.check()
+        if self._pulse is None:
+            return
         silent = now - self._pulse.get(0, life.HEARTBEAT)
         if silent > self._heartbeat_timeout + 2.0:
             self._fail(

@@ -31,6 +31,10 @@ def main() -> None:
         from comfy_tp.core.group.launcher import main as run
 
         run()
+    elif sys.argv[1] == "comfy_tp node":
+        from comfy_tp.core.group.node import main as run_node
+
+        run_node(sys.argv[2:])
     else:
         from comfy_tp.core.group.rank import main as run_rank
 

@@ -4,8 +4,8 @@ It reads its configuration as one JSON line from stdin, makes the group's privat
 torch's own supervision, and tells the client on stdout, in JSON lines, what happens to them. Its stdin is the
 lifetime of the group: at its end the ranks are killed by pid and the folder is removed.
 
-It ends the group when a rank dies, stops (no heartbeat), hangs (no rank makes progress), or raised while the others
-wait for it; and it says which rank and why.
+It ends the group when a rank dies, stops, hangs, or raised while the others wait for it (`judge`), and says which
+rank and why.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from . import pulse as life
+from .judge import Judge
 from .logs import RUNNING, tail
 from .pulse import PulseFile
 
@@ -106,10 +107,18 @@ class Launcher:
         self._parent = os.getppid()
         self.pulse = PulseFile(folder / "pulse", self.degree, create=True)
         self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+        self.judge = Judge(
+            self.pulse,
+            self.devices,
+            step_timeout=config["step_timeout"],
+            heartbeat_timeout=config["heartbeat_timeout"],
+            error_grace=config["error_grace"],
+            places=self._places,
+            state_of=self._process_state,
+        )
         self.pids: dict[int, int] = {}
         self._context: Any = None
         self._pidfds: list[int] = []
-        self._born = time.monotonic()
 
     def tell(self, event: str, **fields: Any) -> None:
         """One JSON line for the client, if it still listens."""
@@ -162,7 +171,9 @@ class Launcher:
                 "TORCHELASTIC_RUN_ID": "ranks",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
             }
-        self._born = time.monotonic()
+        for slot in range(1, self.degree + 1):
+            self.pulse.put(slot, life.HEARTBEAT, 0.0)
+            self.pulse.put(slot, life.STATE, life.STARTING)
         self._context = start_processes(
             name="comfy_tp",
             entrypoint=sys.executable,
@@ -185,7 +196,7 @@ class Launcher:
 
     def _supervise(self) -> dict[str, Any] | None:
         """Wait for the end of the lifetime (None) or a failure (its description)."""
-        tick = min(0.5, self.config["step_timeout"] / 10, self.config["heartbeat_timeout"] / 10)
+        tick = self.judge.tick
         if not self._pidfds:
             tick = min(tick, 0.1)
         while True:
@@ -195,7 +206,7 @@ class Launcher:
                 return None
             if os.getppid() != self._parent:
                 return None
-            failure = self._dead() or self._stopped() or self._raised() or self._stuck()
+            failure = self._dead() or self._judged()
             if failure is not None:
                 return failure
 
@@ -246,76 +257,27 @@ class Launcher:
         return {"type": kind, "original": kind, "message": text, "traceback": stack}
 
     def _about(self, rank: int) -> dict[str, Any]:
-        slot = rank + 1
-        return {
-            "rank": rank,
-            "device": self.devices[rank],
-            "pid": self.pids[rank],
-            "state": int(self.pulse.get(slot, life.STATE)),
-            "doing": self.pulse.note(slot),
-            "step": int(self.pulse.get(slot, life.STEP)),
-        }
+        return {**self.judge.about(rank), "pid": self.pids[rank]}
 
-    def _stopped(self) -> dict[str, Any] | None:
-        now = time.monotonic()
-        for rank in range(self.degree):
-            beat = self.pulse.get(rank + 1, life.HEARTBEAT) or self._born
-            # Before the first beat a rank is importing torch; the client bounds that with its start timeout.
-            if not self.pulse.get(rank + 1, life.HEARTBEAT):
-                continue
-            if now - beat > self.config["heartbeat_timeout"]:
-                stopped = " (it is stopped by a signal)" if self._process_state(rank) == "T" else ""
-                return {**self._about(rank), "cause": f"has not moved for {now - beat:.0f} s{stopped}"}
-        return None
+    def _judged(self) -> dict[str, Any] | None:
+        """The judge's verdict, with the exception of a rank that raised."""
+        verdict = self.judge.verdict()
+        if verdict is None:
+            return None
+        rank = verdict["rank"]
+        verdict["pid"] = self.pids[rank]
+        if verdict.get("raised"):
+            try:
+                verdict["error"] = json.loads((self.folder / f"raised-{rank}.json").read_text())
+            except (OSError, ValueError):
+                log.warning("rank %d raised, but what is not known", rank)
+        return verdict
 
     def _process_state(self, rank: int) -> str:
         try:
             return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return ""
-
-    def _states(self) -> list[int]:
-        return [int(self.pulse.get(rank + 1, life.STATE)) for rank in range(self.degree)]
-
-    def _since_progress(self) -> float:
-        newest = max(self.pulse.get(rank + 1, life.PROGRESS) for rank in range(self.degree))
-        return time.monotonic() - newest
-
-    def _raised(self) -> dict[str, Any] | None:
-        """A rank raised, and the others wait for it where it will never come."""
-        states = self._states()
-        if life.FAILED not in states or self._since_progress() < self.config["error_grace"]:
-            return None
-        rank = states.index(life.FAILED)
-        try:
-            error = json.loads((self.folder / f"raised-{rank}.json").read_text())
-        except (OSError, ValueError):
-            error = None
-        return {**self._about(rank), "cause": "raised while the other ranks waited for it", "error": error}
-
-    def _stuck(self) -> dict[str, Any] | None:
-        """Ranks work on a command, all are alive, and none makes progress."""
-        if life.BUSY not in self._states():
-            return None
-        slowest = max(self.pulse.get(rank + 1, life.SLOWEST) for rank in range(self.degree))
-        silent = self._since_progress()
-        if silent < self.config["step_timeout"] + slowest:
-            return None
-        places = self._places()
-        rank = self._laggard(places)
-        where = "; ".join(f"rank {each}: {place or 'unknown'}" for each, place in enumerate(places))
-        cause = f"made no progress for {silent:.0f} s and holds up the group ({where})"
-        return {**self._about(rank), "cause": cause}
-
-    def _laggard(self, places: list[str]) -> int:
-        """The rank that is furthest behind; of equals, the first that does not wait in a collective."""
-
-        def behind(rank: int) -> tuple:
-            slot = rank + 1
-            done = (self.pulse.get(slot, life.COMMAND), self.pulse.get(slot, life.STEP))
-            return (*done, "distributed" in places[rank], rank)
-
-        return min(range(self.degree), key=behind)
 
     def _places(self) -> list[str]:
         """Where each rank's main thread is, from the stacks that the ranks write on SIGUSR1."""

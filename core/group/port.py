@@ -40,6 +40,7 @@ class Client:
 
     def __init__(self, channel: Channel):
         self.channel = channel
+        self.welcome = False
         self._cancelled_up_to = -1
 
     def cancel(self, request: int) -> None:
@@ -95,6 +96,8 @@ class ClientPort:
         self._listener.settimeout(wire.WAKE)
         self._listener.listen(STRANGERS)
         threading.Thread(target=self._accept, name="comfy_tp port", daemon=True).start()
+        if self._description.get("beat"):
+            threading.Thread(target=self._beat, name="comfy_tp beat", daemon=True).start()
 
     def close(self) -> None:
         self._closed = True
@@ -109,6 +112,21 @@ class ClientPort:
             return self._orders.get(timeout=timeout)
         except queue.Empty:
             return None
+
+    def _beat(self) -> None:
+        while not self._closed:
+            time.sleep(self._description["beat"])
+            with self._lock:
+                client = self._client if self._client is not None and self._client.welcome else None
+            if client is not None:
+                client.send(wire.BEAT, 0)
+
+    def tell(self, request: int, header: dict[str, Any]) -> None:
+        """Send an error to the present client, from any thread."""
+        with self._lock:
+            client = self._client
+        if client is not None and client.welcome:
+            client.send(wire.ERROR, request, header=header)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -141,6 +159,7 @@ class ClientPort:
                     channel.send(wire.REFUSED, 0, header={"reason": "it already serves another client"})
                     raise ChannelError("a second client")
                 wire.welcome(channel, self._description)
+                client.welcome = True
             finally:
                 self._strangers.release()
             self._read(client)

@@ -26,15 +26,18 @@ EXIT_SELF_TEST = 87
 
 
 class PulseFile:
-    """The mapped file of a group of `degree` ranks."""
+    """The mapped file of a group of `degree` ranks; without a path it is memory of this process alone."""
 
-    def __init__(self, path: Path, degree: int, *, create: bool = False):
+    def __init__(self, path: Path | None, degree: int, *, create: bool = False):
         size = SLOT * (degree + 1)
-        if create:
-            path.write_bytes(bytes(size))
-            path.chmod(0o600)
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
+        if path is None:
+            self._map = mmap.mmap(-1, size)
+        else:
+            if create:
+                path.write_bytes(bytes(size))
+                path.chmod(0o600)
+            with open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), size)
         self._numbers = memoryview(self._map).cast("d")
         self._bytes = memoryview(self._map)
         self.degree = degree
@@ -66,6 +69,7 @@ class RankPulse:
         self.state = STARTING
         self.steps = 0
         self.command = 0
+        self.note = ""
         self.progress_at = self._last
 
     def start(self) -> None:
@@ -92,6 +96,7 @@ class RankPulse:
         self._put(COMMAND, command)
         self._put(STEP, 0)
         self.set_state(BUSY)
+        self.note = note
         if self._file is not None:
             self._file.set_note(self._slot, note)
 
@@ -104,8 +109,10 @@ class RankPulse:
         self._put(SLOWEST, self.slowest)
         self._put(PROGRESS, now)
         self._put(STEP, self.steps)
-        if note is not None and self._file is not None:
-            self._file.set_note(self._slot, note)
+        if note is not None:
+            self.note = note
+            if self._file is not None:
+                self._file.set_note(self._slot, note)
 
     def tell_to_stop(self, command: int) -> None:
         """For rank 0: let `told_to_stop` be true on all ranks of this machine."""

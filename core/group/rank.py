@@ -52,6 +52,7 @@ Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequen
 # Ordered so that the largest and the smallest of all ranks' words tell everything.
 _GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
 _NOTHING, _COMMAND = 0, 1
+GROUP_ENDS = 0
 _BLOCK = 4096
 _BLOCK_HEAD = struct.Struct("<QQQQQ")
 
@@ -262,6 +263,7 @@ class CommandLoop:
         keepalive: float,
         error_grace: float,
         folder: Path | None = None,
+        on_raised: Callable[[dict[str, Any]], None] | None = None,
     ):
         self.context = context
         self.commands = commands
@@ -271,6 +273,7 @@ class CommandLoop:
         # What the ranks of one machine share beside the process group; absent over several machines.
         self.folder = folder
         self.arena = Arena(folder) if folder is not None else None
+        self.on_raised = on_raised
         self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
         self._count = 0
 
@@ -279,6 +282,12 @@ class CommandLoop:
         order = self.context._order
         if order is not None and order.frame.request <= request:
             self.context._pulse.tell_to_stop(self._count)
+
+    def tell_client(self, error: dict[str, Any]) -> None:
+        """For a group that is about to end: what the client should know, from any thread."""
+        order = self.context._order
+        if self.port is not None:
+            self.port.tell(order.frame.request if order is not None else GROUP_ENDS, {**error, "ends": True})
 
     def run(self) -> NoReturn:
         """Execute commands until the process ends; raises PeerLost where the group broke."""
@@ -433,6 +442,8 @@ class CommandLoop:
 
     def _note_failure(self, error: dict[str, Any]) -> None:
         # For the launcher, in case the others never come to the end of this command.
+        if self.on_raised is not None:
+            self.on_raised(error)
         if self.folder is not None:
             path = self.folder / f"raised-{self.context.rank}.json"
             unfinished = path.with_suffix(".part")
