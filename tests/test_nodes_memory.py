@@ -1,0 +1,349 @@
+"""ComfyUI's memory management sees the shards, takes them away and brings them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+from comfy_inprocess import (
+    conditioning,
+    in_comfy,  # noqa: F401  a fixture
+    ksampler,
+    latent,
+    load_tp,
+    save_small_model,
+    tp_model,
+)
+
+from comfy_tp.core.errors import RankError
+
+pytestmark = pytest.mark.usefixtures("in_comfy")
+
+NAME = "memory-flux2"
+
+
+@pytest.fixture(autouse=True)
+def folder(in_comfy):  # noqa: F811
+    path = in_comfy / "models/diffusion_models" / NAME
+    return path if path.is_dir() else save_small_model(path, seed=11)
+
+
+def image(model) -> torch.Tensor:
+    return ksampler(model, conditioning(), conditioning(), latent(), steps=2)
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_second_load_of_the_same_model_reads_nothing():
+    first = load_tp(NAME)
+    loads, remote = first.sharded.loads, first.sharded.remote
+    started = time.perf_counter()
+    second = load_tp(NAME)
+    seconds = time.perf_counter() - started
+    assert second.sharded is first.sharded and second.model is first.model
+    assert first.sharded.loads == loads and first.sharded.remote is remote
+    assert seconds < 0.5
+
+
+def test_every_byte_is_read_once_over_all_ranks(folder):
+    info = load_tp(NAME).sharded.info
+    weights = next(folder.glob("*.safetensors")).stat().st_size
+    assert sum(info.bytes_read) <= weights * 1.01
+    assert info.degree == 2 and len(info.resident_bytes) == 2
+    assert max(info.resident_bytes) < weights * 0.6
+
+
+def test_unload_all_models_frees_the_ranks_and_the_next_run_reads_again():
+    import comfy.model_management as management
+
+    model = load_tp(NAME)
+    before = image(model)
+    loads, pids = model.sharded.loads, model.sharded.remote.group.pids
+    assert model.loaded_size() == model.model_size() > 0
+    management.unload_all_models()
+    assert model.loaded_size() == 0 and not model.sharded.loaded
+    assert [entry.model for entry in management.current_loaded_models if entry.model.is_clone(model)] == []
+    assert torch.equal(image(model), before)
+    assert model.sharded.loads == loads + 1
+    assert model.sharded.remote.group.pids == pids  # the ranks stay
+
+
+def test_clones_share_the_shards_and_switching_between_them_unloads_nothing():
+    model = load_tp(NAME)
+    loads = model.sharded.loads
+    clone = model.clone()
+    assert clone.is_clone(model) and clone.sharded is model.sharded and clone.policy == model.policy
+    before = image(model)
+    assert torch.equal(image(clone), before)
+    del clone
+    gc.collect()
+    assert torch.equal(image(model), before)
+    assert model.sharded.loads == loads
+
+
+def test_no_reference_cycle_keeps_a_model_alive():
+    model = load_tp(NAME)
+    image(model)
+    gc.collect()
+    gc.disable()
+    try:
+        living = model.sharded.comfy_model
+        assert living() is not None
+        del model
+        assert living() is None
+    finally:
+        gc.enable()
+
+
+def test_an_unused_model_waits_and_is_then_freed(monkeypatch):
+    from comfy_tp.comfy_tp_nodes import sharded as module
+
+    tp_model()  # keeps the ranks
+    monkeypatch.setattr(module, "IDLE_SECONDS", 3.0)
+    model = load_tp(NAME)
+    sharded = model.sharded
+    remote = sharded.remote
+    del model
+    gc.collect()
+    assert sharded.loaded
+    again = load_tp(NAME)
+    time.sleep(3.5)
+    assert sharded.remote is remote and sharded.loaded  # it was taken up again in time
+    del again
+    gc.collect()
+    wait_until(lambda: not sharded.loaded)
+    assert sharded not in module.known_models()
+    assert remote.group.alive  # another model is on it
+
+
+def freeing(monkeypatch, free: int):
+    """ComfyUI's view of the free memory; on the CPU it would never free anything by itself."""
+    import comfy.model_management as management
+
+    monkeypatch.setattr(
+        management,
+        "get_free_memory",
+        lambda dev=None, torch_free_too=False: (free, 0) if torch_free_too else free,
+    )
+    monkeypatch.setattr(management, "soft_empty_cache", lambda force=False: None)
+    return management
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("keep", True), ("release", False), ("park", False)])
+def test_another_model_that_needs_some_room_is_answered_as_the_policy_says(monkeypatch, policy, stays):
+    model = load_tp(NAME, policy=policy)
+    before = image(model)
+    management = freeing(monkeypatch, 1000)
+    management.free_memory(model.model_size() // 2, torch.device("cpu"))
+    assert model.sharded.loaded is stays
+    assert model.loaded_size() == (model.model_size() if stays else 0)
+    monkeypatch.undo()
+    assert torch.equal(image(model), before)
+
+
+def test_with_policy_keep_a_model_that_needs_more_than_the_shards_hold_gets_the_room(monkeypatch):
+    model = load_tp(NAME, policy="keep")
+    management = freeing(monkeypatch, 1000)
+    management.free_memory(model.model_size() * 3, torch.device("cpu"))
+    assert not model.sharded.loaded
+
+
+def on_devices(monkeypatch, model, *devices: str) -> None:
+    """Let the shards pass for lying on these devices, the first being ComfyUI's own."""
+    import comfy.model_management as management
+
+    placement = dataclasses.replace(model.sharded.placement, devices=devices)
+    monkeypatch.setattr(model.sharded, "placement", placement)
+    monkeypatch.setattr(management, "get_torch_device", lambda: torch.device(devices[0]))
+
+
+def test_every_device_counts_its_own_shards_and_losing_one_frees_all(monkeypatch):
+    from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
+
+    loaded = load_tp(NAME)
+    management = freeing(monkeypatch, 1 << 40)
+    on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
+    model = make_patcher(loaded.model, "release")
+    load_now(model)
+    (stub,) = model.get_nested_additional_models()
+    assert (model.load_device, stub.load_device) == (torch.device("cuda:0"), torch.device("cuda:1"))
+    sizes = model.sharded.info.resident_bytes
+    assert [model.loaded_size(), stub.loaded_size()] == sizes
+    listed = [entry.model for entry in management.current_loaded_models]
+    assert model in listed and stub in listed
+    freeing(monkeypatch, 1000)
+    management.free_memory(sizes[1] // 2, torch.device("cuda:1"))
+    assert not model.sharded.loaded
+    assert model.loaded_size() == stub.loaded_size() == 0
+    management.unload_all_models()
+
+
+def test_unloading_from_comfyuis_own_device_frees_the_other_devices_too(monkeypatch):
+    from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
+
+    loaded = load_tp(NAME)
+    management = freeing(monkeypatch, 1 << 40)
+    on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
+    model = make_patcher(loaded.model, "keep")
+    load_now(model)
+    management.unload_all_models()
+    assert not model.sharded.loaded
+    assert all(stub.loaded_size() == 0 for stub in model.get_nested_additional_models())
+
+
+def test_loading_makes_room_on_every_device_first(monkeypatch):
+    from comfy_tp.comfy_tp_nodes import groups
+    from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
+
+    loaded = load_tp(NAME)
+    group = loaded.sharded.require().group
+    monkeypatch.setattr(groups, "group_for", lambda *arguments, **options: group)
+    loaded.sharded.unload()
+    management = freeing(monkeypatch, 1 << 40)
+    on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
+    asked = []
+    free = management.free_memory
+    monkeypatch.setattr(
+        management,
+        "free_memory",
+        lambda need, device, *rest: (
+            asked.append((str(device), need, loaded.sharded.loaded)) or free(need, device, *rest)
+        ),
+    )
+    model = make_patcher(loaded.model, "keep")
+    load_now(model)
+    assert {device for device, _, _ in asked} == {"cuda:0", "cuda:1"}
+    assert all(need > model.sharded.bytes_on(device) for device, need, _ in asked)
+    assert not any(was_loaded for _, _, was_loaded in asked)
+    management.unload_all_models()
+
+
+def test_host_memory_is_all_that_the_ram_cache_scores():
+    assert load_tp(NAME).get_ram_usage() == 0
+
+
+def test_a_group_that_died_is_started_again_and_gives_the_same_image():
+    model = load_tp(NAME)
+    before = image(model)
+    group = model.sharded.remote.group
+    os.kill(group.pids[1], signal.SIGKILL)
+    wait_until(lambda: not group.alive)
+    assert not model.sharded.loaded and model.loaded_size() == 0
+    assert torch.equal(image(model), before)
+    assert model.sharded.remote.group is not group
+
+
+def test_a_rank_that_dies_during_a_run_ends_it_with_its_name():
+    import comfy.patcher_extension as extension
+
+    model = load_tp(NAME)
+    before = image(model)
+    wrapped = model.clone()
+    group = model.sharded.remote.group
+
+    def kill(executor, *args, **kwargs):
+        if group.alive:
+            os.kill(group.pids[1], signal.SIGKILL)
+            wait_until(lambda: not group.alive)
+        return executor(*args, **kwargs)
+
+    wrapped.add_wrapper(extension.WrappersMP.DIFFUSION_MODEL, kill)
+    with pytest.raises(RankError, match="Rank 1 .*killed by signal 9"):
+        image(wrapped)
+    assert torch.equal(image(model), before)
+
+
+def test_cancel_during_a_run_leaves_the_ranks_usable():
+    import comfy.model_management as management
+    import comfy.patcher_extension as extension
+
+    model = load_tp(NAME)
+    before = image(model)
+    wrapped = model.clone()
+
+    def cancel(executor, *args, **kwargs):
+        management.interrupt_current_processing()
+        return executor(*args, **kwargs)
+
+    wrapped.add_wrapper(extension.WrappersMP.DIFFUSION_MODEL, cancel)
+    loads = model.sharded.loads
+    with pytest.raises(management.InterruptProcessingException):
+        image(wrapped)
+    assert torch.equal(image(model), before)
+    assert model.sharded.loads == loads
+
+
+def test_cancel_while_loading_leaves_nothing_loaded_and_the_next_load_works():
+    import comfy.model_management as management
+
+    model = load_tp(NAME)
+    model.sharded.unload()
+    management.interrupt_current_processing()
+    with pytest.raises(management.InterruptProcessingException):
+        load_tp(NAME)
+    assert not model.sharded.loaded
+    assert load_tp(NAME).sharded.loaded
+
+
+def test_loading_shows_its_progress(monkeypatch):
+    import comfy.utils
+
+    shown = []
+    monkeypatch.setattr(
+        comfy.utils, "PROGRESS_BAR_HOOK", lambda value, total, *rest, **more: shown.append((value, total))
+    )
+    load_tp(NAME).sharded.unload()
+    load_tp(NAME)
+    assert shown and shown[-1][0] == shown[-1][1]
+    assert [value for value, _ in shown] == sorted(value for value, _ in shown)
+
+
+def test_a_file_that_was_replaced_is_another_model(folder):
+    from comfy_tp.comfy_tp_nodes.nodes.load_model import LoadTPModel
+
+    before = LoadTPModel.fingerprint_inputs(NAME)
+    old = load_tp(NAME)
+    assert LoadTPModel.fingerprint_inputs(NAME) == before
+    save_small_model(folder, seed=12)
+    assert LoadTPModel.fingerprint_inputs(NAME) != before
+    new = load_tp(NAME)
+    assert new.sharded is not old.sharded
+    assert not torch.equal(image(new), image(old))
+
+
+def test_status_and_unload_tell_and_free():
+    from comfy_tp.comfy_tp_nodes.nodes.status import TPStatus
+    from comfy_tp.comfy_tp_nodes.nodes.unload_model import UnloadTPModel
+
+    model = load_tp(NAME)
+    image(model)
+    pids = model.sharded.remote.group.pids
+    result = TPStatus.execute()
+    text = result.args[0]
+    assert result.ui.as_dict() == {"text": (text,)}
+    for words in (
+        "Ranks: 2 on cpu, cpu",
+        f"rank 1 on cpu, pid {pids[1]}",
+        NAME,
+        "float32",
+        "GB/s",
+        "last step: 0.",
+        "per rank",
+    ):
+        assert words in text, text
+    trigger = object()
+    assert UnloadTPModel.execute(trigger, model).args[0] is trigger
+    assert f"{NAME}, not loaded" in TPStatus.execute().args[0]
+    UnloadTPModel.execute(trigger)
+    assert "Ranks:" not in TPStatus.execute().args[0]
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))

@@ -1,0 +1,160 @@
+"""The list of models: what is offered, what it costs, and that no name leads out of ComfyUI's model folders."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from comfy_inprocess import in_comfy  # noqa: F401  a fixture
+
+from comfy_tp.core.errors import ConfigError
+
+
+@pytest.fixture
+def models(in_comfy, tmp_path, monkeypatch):  # noqa: F811
+    """Empty model folders of ComfyUI: (diffusion_models, diffusers)."""
+    import folder_paths
+
+    roots = []
+    for kind in ("diffusion_models", "diffusers"):
+        root = tmp_path / "models" / kind
+        root.mkdir(parents=True)
+        monkeypatch.setitem(
+            folder_paths.folder_names_and_paths, kind, ([str(root)], {".safetensors", ".sft", ".ckpt"})
+        )
+        folder_paths.filename_list_cache.pop(kind, None)
+        roots.append(root)
+    yield roots
+    folder_paths.filename_list_cache.clear()
+
+
+def model_folder(path, *, config: bool = True, weights: str = "diffusion_pytorch_model.safetensors"):
+    path.mkdir(parents=True, exist_ok=True)
+    if config:
+        (path / "config.json").write_text("{}")
+    if weights:
+        (path / weights).write_bytes(b"")
+    return path
+
+
+def choices() -> list[str]:
+    from comfy_tp.comfy_tp_nodes.paths import model_choices
+
+    return model_choices()
+
+
+def path_of(name: str):
+    from comfy_tp.comfy_tp_nodes.paths import model_path
+
+    return model_path(name)
+
+
+def test_files_and_diffusers_folders_are_offered(models):
+    files, folders = models
+    (files / "flux2.safetensors").write_bytes(b"")
+    (files / "old.ckpt").write_bytes(b"")
+    model_folder(files / "klein")
+    model_folder(folders / "FLUX.2-dev" / "transformer")
+    model_folder(folders / "FLUX.2-dev" / "text_encoder")
+    (folders / "FLUX.2-dev" / "model_index.json").write_text("{}")
+    model_folder(folders / "deep" / "er" / "model")
+    model_folder(folders / "no config", config=False)
+    model_folder(folders / "no weights", weights="")
+    assert choices() == ["flux2.safetensors", "FLUX.2-dev", "deep/er/model", "klein"]
+
+
+def test_a_new_model_is_seen_and_a_removed_one_forgotten(models):
+    files, folders = models
+    assert choices() == []
+    folder = model_folder(folders / "one")
+    assert choices() == ["one"]
+    (folder / "config.json").unlink()
+    assert choices() == []
+    (folder / "config.json").write_text("{}")
+    (files / "two.safetensors").write_bytes(b"")
+    assert choices() == ["two.safetensors", "one"]
+
+
+def test_the_list_is_cheap_when_nothing_changed(models):
+    _, folders = models
+    for number in range(200):
+        model_folder(folders / f"model{number}" / "transformer")
+    assert len(choices()) == 200
+    started = time.perf_counter()
+    for _ in range(5):
+        choices()
+    assert (time.perf_counter() - started) / 5 < 0.05
+
+
+def test_names_lead_to_the_file_or_to_the_folder_of_the_weights(models):
+    files, folders = models
+    (files / "a" / "b").mkdir(parents=True)
+    (files / "a" / "b" / "flux2.safetensors").write_bytes(b"")
+    model_folder(folders / "pipeline" / "transformer")
+    model_folder(files / "plain")
+    assert path_of("a/b/flux2.safetensors") == files / "a" / "b" / "flux2.safetensors"
+    assert path_of("pipeline") == folders / "pipeline" / "transformer"
+    assert path_of("plain") == files / "plain"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "a/../../secret.safetensors",
+        "/etc/passwd",
+        "..\\secret.safetensors",
+        "a\0b",
+        "",
+        " ",
+    ],
+)
+def test_a_name_that_leads_out_is_refused(models, name):
+    (models[0].parent / "secret.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="leads out of ComfyUI's model folders"):
+        path_of(name)
+
+
+def test_a_link_to_elsewhere_is_refused_unless_the_owner_allows_it(models, tmp_path, monkeypatch):
+    files, folders = models
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(b"")
+    (files / "link.safetensors").symlink_to(outside)
+    model_folder(folders / "linked weights", weights="")
+    (folders / "linked weights" / "model.safetensors").symlink_to(outside)
+    (folders / "linked folder").symlink_to(model_folder(tmp_path / "elsewhere"))
+    for name in ("link.safetensors", "linked weights", "linked folder"):
+        with pytest.raises(
+            ConfigError, match=r"is a link to .*outside ComfyUI's model folders.*extra_model_paths"
+        ):
+            path_of(name)
+    monkeypatch.setenv("COMFY_TP_FOLLOW_LINKS", "1")
+    assert path_of("link.safetensors") == files / "link.safetensors"
+    assert path_of("linked folder") == folders / "linked folder"
+
+
+def test_links_within_the_model_folders_and_linked_roots_are_fine(models, tmp_path, monkeypatch):
+    import folder_paths
+
+    files, _ = models
+    (files / "real.safetensors").write_bytes(b"")
+    (files / "link.safetensors").symlink_to(files / "real.safetensors")
+    assert path_of("link.safetensors")
+    (tmp_path / "root").symlink_to(files)
+    monkeypatch.setitem(
+        folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path / "root")], {".safetensors"})
+    )
+    assert path_of("real.safetensors") == tmp_path / "root" / "real.safetensors"
+
+
+def test_a_loop_of_links_ends(models):
+    _, folders = models
+    os.symlink(folders, folders / "loop")
+    model_folder(folders / "one")
+    assert "one" in choices()
+
+
+def test_a_model_that_is_gone_says_so(models):
+    with pytest.raises(ConfigError, match="there is no 'gone.safetensors' in diffusion_models or diffusers"):
+        path_of("gone.safetensors")
