@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .bench_load import diffusers_on_cpu, run_ranks
+from .bench_load import diffusers_on_cpu
+from .rank_processes import run_ranks
 
 CONFIG = {
     "num_layers": 8,
