@@ -34,12 +34,15 @@ SIDE_SHARE = 0.25
 @dataclass(frozen=True)
 class PatchReport:
     """What became of a set of patches: how many are `applied`, the keys that fit no weight, how many parameters are
-    `merged` and how many carry a `side` path, and the seconds that it took."""
+    `merged` and how many carry a `side` path, what that takes on one rank (originals in `host_bytes` of host memory,
+    side paths in `side_bytes` of device memory), and the seconds that it took."""
 
     applied: int
     unmatched: Sequence[str] = ()
     merged: int = 0
     side: int = 0
+    host_bytes: int = 0
+    side_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -101,6 +104,12 @@ class WeightPatches:
     def host_bytes(self) -> int:
         """Bytes of host memory that the originals of merged shards take on this rank."""
         return sum(stored.tensor.nbytes for stored in self._originals.values())
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of device memory that the side paths take on this rank."""
+        paths = [module for module in self.model.modules() if isinstance(module, SidePath)]
+        return sum(path.down.nbytes + path.up.nbytes for path in paths)
 
     def set(self, patches: Iterable[Patch], *, mode: str = "auto") -> PatchReport:
         """Replace all patches by `patches`, on a model whose ranks all call this alike. Errors as in `stage`."""
@@ -170,6 +179,8 @@ class WeightPatches:
             staged.report,
             merged=merged,
             side=len(self._signatures) - merged,
+            host_bytes=self.host_bytes,
+            side_bytes=self.side_bytes,
             seconds=time.perf_counter() - staged.started,
         )
 

@@ -11,6 +11,7 @@ MEASUREMENTS = {
     "load": "bench_load",
     "rowwise": "bench_rowwise",
     "forward": "bench_forward",
+    "lora": "bench_lora",
 }
 
 

@@ -1,0 +1,179 @@
+"""A LoRA on shards: merged into the weights against a side path, in swap time, memory, step time and exactness.
+
+Real ranks over gloo on the CPU, on a FLUX.2-shaped checkpoint in the page cache. Exactness is the output's distance
+from the same file loaded in float32 with the LoRA merged, in which neither weight nor change is rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..adapters import Adapter
+from ..group.client import RankGroup
+from ..patch import Patch
+from ..remote import RemoteModel
+from .bench_load import CONFIG, make_checkpoint, warm
+
+MODES = ("merge", "side")
+WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 16, "joint_attention_dim": 6144}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``comfy-tp bench lora``."""
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the model (default 2)")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the LoRA (default 32)")
+    parser.add_argument(
+        "--dtype", default="default", help="dtype of the weights (default: bfloat16, as stored)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="steps and swaps that are timed (default 5)")
+    parser.add_argument("--tokens", type=int, default=256, help="image tokens of a step (default 256)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[int, dict]:
+    """Make the checkpoint, measure both ways, print a table; the checkpoint is removed."""
+    folder = Path(tempfile.mkdtemp(prefix="comfy-tp-bench-", dir=args.folder))
+    try:
+        checkpoint = folder / "transformer"
+        print(f"making a FLUX.2-shaped checkpoint in {folder} ...", flush=True)
+        nbytes = make_checkpoint(checkpoint, {**CONFIG, **WIDTHS})
+        group = RankGroup.start(["cpu"] * args.ranks, env={"OMP_NUM_THREADS": "1"}, step_timeout=600.0)
+        try:
+            figures = {"checkpoint_bytes": nbytes, "rank": args.rank, **measure(group, checkpoint, args)}
+        finally:
+            group.close()
+        _print_table(figures)
+        return 0, figures
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(group: RankGroup, checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Load, swap and step in both modes, and compare with float32."""
+    loras = [make_lora(checkpoint, args.rank, seed) for seed in (1, 2)]
+    inputs = make_inputs(args.tokens)
+    exact_model = RemoteModel.load(group, str(checkpoint), dtype="float32")
+    exact_model.set_patches(loras[0], mode="merge")
+    exact = call(exact_model, inputs)
+    exact_model.unload()
+    warm(checkpoint)
+    load_seconds, model = timed(lambda: RemoteModel.load(group, str(checkpoint), dtype=args.dtype))
+    plain = call(model, inputs)
+    figures: dict[str, Any] = {
+        "load_seconds": load_seconds,
+        "lora_bytes": sum(tensor.nbytes for patch in loras[0] for tensor in patch.adapter.tensors.values()),
+        "step_seconds": steps(model, inputs, args.repeats),
+        "modes": {},
+    }
+    for mode in MODES:
+        first, report = timed(lambda mode=mode: model.set_patches(loras[0], mode=mode))
+        error = distance(call(model, inputs), exact)
+        step_seconds = steps(model, inputs, args.repeats)
+        swaps, strengths = [], []
+        for repeat in range(args.repeats):
+            patches = loras[(repeat + 1) % 2]
+            swaps.append(timed(lambda patches=patches, mode=mode: model.set_patches(patches, mode=mode))[0])
+            weaker = [Patch(patch.key, patch.adapter, 0.5) for patch in patches]
+            strengths.append(timed(lambda weaker=weaker, mode=mode: model.set_patches(weaker, mode=mode))[0])
+        removal, _ = timed(lambda: model.set_patches([]))
+        figures["modes"][mode] = {
+            "first_seconds": first,
+            "swap_seconds": statistics.median(swaps),
+            "strength_seconds": statistics.median(strengths),
+            "removal_seconds": removal,
+            "swap_of_load": statistics.median(swaps) / load_seconds,
+            "step_seconds": step_seconds,
+            "step_ratio": step_seconds / figures["step_seconds"],
+            "host_bytes": report.host_bytes,
+            "side_bytes": report.side_bytes,
+            "error": error,
+            "bit_identical_after": bool(torch.equal(call(model, inputs), plain)),
+        }
+    model.unload()
+    figures["effect"] = distance(plain, exact)
+    return figures
+
+
+def make_lora(checkpoint: Path, rank: int, seed: int) -> list[Patch]:
+    """A bf16 LoRA of every Linear in the blocks, whose change is a few percent of the weight's size."""
+    from ..checkpoint.files import Checkpoint, resolve_source
+
+    generator = torch.Generator().manual_seed(seed)
+    entries = Checkpoint.open(resolve_source(str(checkpoint))).entries
+    patches = []
+    for name, entry in entries.items():
+        if len(entry.shape) != 2 or "transformer_blocks" not in name:
+            continue
+        rows, columns = entry.shape
+        up = torch.randn(rows, rank, generator=generator) * 0.02
+        down = torch.randn(rank, columns, generator=generator) * (0.05 / rank**0.5)
+        tensors = {"up": up.to(torch.bfloat16), "down": down.to(torch.bfloat16)}
+        patches.append(Patch(name, Adapter("lora", tensors)))
+    return patches
+
+
+def make_inputs(tokens: int) -> tuple[torch.Tensor, ...]:
+    """Latent, timestep and conditioning of one call."""
+    generator = torch.Generator().manual_seed(7)
+    side = int(tokens**0.5)
+    return (
+        torch.randn(1, 128, side, side, generator=generator),
+        torch.tensor([0.7]),
+        torch.randn(1, 64, WIDTHS["joint_attention_dim"], generator=generator),
+    )
+
+
+def call(model: RemoteModel, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The velocity of one call."""
+    return model.forward(inputs[0], inputs[1], [model.keep(inputs[2])]).clone()
+
+
+def steps(model: RemoteModel, inputs: tuple[torch.Tensor, ...], repeats: int) -> float:
+    """Median seconds of a step."""
+    call(model, inputs)
+    return statistics.median(timed(lambda: call(model, inputs))[0] for _ in range(repeats))
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that `work` takes, and its result."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """|found - exact| / |exact|, in L2."""
+    return float((found - exact).norm() / exact.norm())
+
+
+def _print_table(figures: dict[str, Any]) -> None:
+    print(
+        f"{figures['checkpoint_bytes'] / 1e9:.2f} GB loaded in {figures['load_seconds']:.2f} s; LoRA of rank "
+        f"{figures['rank']}, {figures['lora_bytes'] / 1e6:.0f} MB; step without it {figures['step_seconds']:.3f} s; its "
+        f"effect on the output {figures['effect']:.3f}"
+    )
+    rows = {
+        "swap, seconds": ("swap_seconds", "{:.3f}"),
+        "swap, share of the load": ("swap_of_load", "{:.3f}"),
+        "new strength, seconds": ("strength_seconds", "{:.3f}"),
+        "removal, seconds": ("removal_seconds", "{:.3f}"),
+        "step, ratio to none": ("step_ratio", "{:.3f}"),
+        "host memory per rank, bytes": ("host_bytes", "{}"),
+        "device memory per rank, bytes": ("side_bytes", "{}"),
+        "error against float32": ("error", "{:.2e}"),
+        "bit-identical after removal": ("bit_identical_after", "{}"),
+    }
+    print(f"{'':32}" + "".join(f"{mode:>14}" for mode in MODES))
+    for label, (key, form) in rows.items():
+        print(f"{label:32}" + "".join(f"{form.format(figures['modes'][mode][key]):>14}" for mode in MODES))
