@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from . import quant
-from .agreement import check_files, guard_inputs
+from .agreement import check_files
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, check, choose_layout
 from .checkpoint.reader import ReadReport, Wanted, read_shards
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, UnsupportedError
+from .guards import guard
 from .linear import ReplicatedLinear, ShardedLinear
 from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of
 from .parallelize import apply_plan, resolve
@@ -92,7 +93,7 @@ def from_pretrained(
     if ranks.degree > 1:
         check_files(ranks, opened.checkpoint)
     model, _ = load_opened(opened, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled)
-    guard_inputs(model, ranks)
+    guard(model, ranks)
     return model
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import check_weights, guard_inputs
+from .agreement import check_weights
 from .config import TensorParallelConfig
 from .errors import ConfigError, PlanError, UnsupportedError
+from .guards import guard
 from .linear import layer_class
 from .models import Architecture, architecture_of
 from .plan import LinearStyle, ResolvedPlan, check_heads, resolve_plan
@@ -86,7 +87,7 @@ def enable_parallelism(
     if ranks.degree > 1:
         check_weights(ranks, model)
     apply_plan(model, plan, ranks, architecture)
-    guard_inputs(model, ranks)
+    guard(model, ranks)
     return model.to(ranks.device)
 
 

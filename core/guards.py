@@ -1,0 +1,124 @@
+"""What a sharded model answers differently: saving gathers its shards, and what it cannot honour is refused by name.
+
+Bound onto the one model, not its class, so that unsharded models of the class stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from .agreement import guard_inputs
+from .errors import ConfigError, UnsupportedError
+from .ranks import Ranks
+from .shard import ShardSpec
+
+# Method of a diffusers model -> why a sharded one cannot honour it, and what to do.
+REFUSED = {
+    "enable_group_offload": "be offloaded: each rank holds its shards on its own device alone. Raise `tp_degree` to "
+    "hold less per rank",
+    "enable_layerwise_casting": "be cast layer by layer. Load it in the dtype it shall be stored in; fp8 checkpoints "
+    "are sharded as they are",
+    "fuse_qkv_projections": "fuse its projections: the shards of q, k and v are laid out apart. Leave them unfused",
+    "load_lora_adapter": "take a PEFT adapter. Apply the LoRA to the shards (comfy_tp.core.lora), or fuse it into the "
+    "weights and unload it before sharding",
+    "add_adapter": "take a PEFT adapter. Apply the LoRA to the shards (comfy_tp.core.lora), or fuse it into the "
+    "weights and unload it before sharding",
+    "enable_parallelism": "be sharded again. Load it again to shard it at another degree",
+}
+SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
+
+
+def guard(model: nn.Module, ranks: Ranks) -> None:
+    """Bind the saving, the refusals (R17-R20) and the check of the inputs onto a freshly sharded `model`."""
+    if ranks.degree == 1:
+        return
+    name = type(model).__name__
+    for method, reason in REFUSED.items():
+        if hasattr(model, method):
+            setattr(model, method, _refusal(name, reason))
+    bound: Any = model
+    bound.save_pretrained = _saving(model)
+    # diffusers' pipelines and loaders recognise a tensor-parallel model by this attribute and refuse to offload it.
+    bound._parallel_config = SimpleNamespace(
+        tensor_parallel_config=SimpleNamespace(tp_degree=ranks.degree, mesh=None),
+        context_parallel_config=None,
+    )
+    guard_inputs(model, ranks)
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | str = "10GB"
+) -> None:
+    """Write the full model of a sharded one into `folder`, as plain diffusers reads it back. Every rank calls it.
+
+    Shards are gathered one tensor at a time, and rank 0 writes. `max_shard_size` is the largest file, in bytes or
+    like "5GB".
+    """
+    from .checkpoint.writer import save_pretrained as write
+
+    state = model.tensor_parallel
+    ranks: Ranks = state.ranks
+    shards = dict(model.state_dict())
+    specs = dict(state.plan.specs)
+    buffers = dict(model.named_buffers())
+    for name, tensor in shards.items():
+        if name not in specs and name in buffers:
+            specs[name] = ShardSpec.replicated(tensor.shape, ranks.degree)
+    unknown = [name for name in shards if name not in specs]
+    quantised = [name for name, tensor in shards.items() if tensor.element_size() == 1]
+    if unknown or quantised:
+        raise UnsupportedError(
+            f"A {type(model).__name__} that holds fp8 weights cannot be saved as a plain checkpoint "
+            f"('{(unknown or quantised)[0]}'). Keep the file that it was loaded from."
+        )
+    write(
+        folder,
+        shards,
+        specs,
+        rank=ranks.rank,
+        degree=ranks.degree,
+        group=ranks.group,
+        config=json.loads(model.to_json_string()),
+        max_shard_bytes=byte_count(max_shard_size),
+    )
+
+
+def byte_count(size: int | str) -> int:
+    """Bytes from a number of them or a text like "5GB" (powers of 1000) or "5GiB" (powers of 1024)."""
+    if isinstance(size, int):
+        return size
+    found = SIZE.match(size)
+    if found is None:
+        raise ConfigError(f"`max_shard_size` must be a number of bytes or a text like '5GB', got {size!r}.")
+    number, unit, binary = found.groups()
+    power = " KMGT".index(unit.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def _refusal(name: str, reason: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"'{name}' is sharded with tensor parallelism, so it cannot {reason}.")
+
+    return refuse
+
+
+def _saving(model: nn.Module) -> Callable[..., None]:
+    def save(save_directory: str | os.PathLike, **options: Any) -> None:
+        size = options.pop("max_shard_size", "10GB")
+        # Rank 0 alone writes, and only safetensors: these say what happens anyway.
+        options.pop("is_main_process", None)
+        if options.pop("safe_serialization", True) is not True or options:
+            raise ConfigError(
+                f"A sharded model is saved as safetensors, all ranks calling `save_pretrained(folder, "
+                f"max_shard_size=...)`. Remove: {', '.join(sorted(options)) or 'safe_serialization=False'}."
+            )
+        save_pretrained(model, save_directory, max_shard_size=size)
+
+    return save
