@@ -21,9 +21,9 @@ import torch
 
 CONFIG = {
     "num_layers": 1,
-    "num_single_layers": 2,
+    "num_single_layers": 1,
     "attention_head_dim": 16,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "joint_attention_dim": 48,
     "axes_dims_rope": (4, 4, 4, 4),
 }
