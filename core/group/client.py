@@ -379,8 +379,10 @@ class _Line:
                 bufsize=0,
             )
         threading.Thread(target=self._listen, name="comfy_tp launcher", daemon=True).start()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**config, "token": token}).encode() + b"\n")
+        try:
+            cast(Any, self._process.stdin).write(json.dumps({**config, "token": token}).encode() + b"\n")
+        except OSError:
+            log.debug("the launcher ended at once; its listener tells why")
         clock = _Clock("start", poll, None)
         while True:
             with self._changed:
@@ -491,6 +493,7 @@ class _Line:
                 log.warning("%s", told["text"])
             elif told.get("event") == "failed":
                 self._fail(self._explain(told))
+        self._process.stdout.close()
         if not self.closed and self.failure is None:
             text = "The launcher of the ranks ended unexpectedly."
             end = tail(Path(self.log_dir or "") / "launcher.log", 1000)

@@ -20,7 +20,7 @@ REFUSALS: dict[str, type[TPError]] = {
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left for an allocation."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, RankOutOfMemory)):
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError, RankOutOfMemory)):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

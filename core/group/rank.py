@@ -65,6 +65,10 @@ class PeerStopped(BaseException):
     """Another rank saw the cancel between two boundaries and has ended this command."""
 
 
+class DeviceBroken(BaseException):
+    """The device failed in a way that only a new process can get over, such as an illegal memory access."""
+
+
 class LockstepBroken(BaseException):
     """One rank is at a step boundary where another has ended its command."""
 
@@ -411,6 +415,8 @@ class CommandLoop:
             described = describe(error, context.rank, str(context.device))
             if not isinstance(error, Cancelled):
                 log.error("command %s failed\n%s", name, described["traceback"])
+            if context.device.type == "cuda":
+                check_device(context.device)
             # Frames of the traceback hold tensors.
             traceback.clear_frames(error.__traceback__)
             if out_of_memory(error):
@@ -466,6 +472,14 @@ def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: t
         if wrong:
             return f"an all-reduce of {dtype} over {degree} ranks gave {wrong} wrong sums of {len(pattern)}"
     return None
+
+
+def check_device(device: torch.device) -> None:
+    """After an error: raise DeviceBroken where the device can do nothing more in this process."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceBroken(f"{device} cannot be used any more: {error}") from error
 
 
 def open_device(name: str, rank: int) -> torch.device:
