@@ -37,7 +37,9 @@ def open_encoder(path: Path, degree: int, devices: str, dtype: str) -> ShardedMo
     placement = place(devices, degree, heads if degree == 0 else None, "the text encoder", own)
     opened = text_encoder.open_text_encoder(checkpoint, placement.degree)
     log.info("Load TP CLIP: %s, %s", path, placement.reason)
-    return _shown(sharded_model(ModelSource.of_component(checkpoint, opened, "text_encoder"), placement, dtype))
+    return _shown(
+        sharded_model(ModelSource.of_component(checkpoint, opened, "text_encoder"), placement, dtype)
+    )
 
 
 def open_autoencoder(path: Path, degree: int, devices: str, dtype: str) -> ShardedModel:
