@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.ldm.flux.model
@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from ..core.errors import UnsupportedError
 from ..core.models.tokens import REFERENCE_METHODS
-from ..core.remote import RemoteModel
+from ..core.remote import Poll, RemoteModel
 from .conditioning import KEYS, TEXT_LENGTH, shares
 from .errors import comfy_errors
 from .sharded import ShardedModel
@@ -105,7 +105,7 @@ class ShardedFlux(comfy.ldm.flux.model.Flux):
                 timestep,
                 contexts,
                 guidance=guidance,
-                references=references(remote, ref_latents, reference_keys),
+                references=references(remote, ref_latents, reference_keys, poll),
                 reference_method=method,
                 poll=poll,
             )
@@ -114,18 +114,16 @@ class ShardedFlux(comfy.ldm.flux.model.Flux):
 
 
 def references(
-    remote: RemoteModel, latents: list[torch.Tensor] | None, keys: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """The reference latents [1 or B, C, h_k, w_k] of a call, from tensors or from keys [B, R]."""
+    remote: RemoteModel, latents: list[torch.Tensor] | None, keys: torch.Tensor | None, poll: Poll
+) -> list[torch.Tensor | Sequence[int]]:
+    """The references of a call for `RemoteModel.forward`: latents of a wrapper's own, or what keys [B, R] stand for."""
     if latents:
         return list(latents)
     if keys is None:
         return []
-    found = []
-    for column in keys.T.tolist():
-        rows = [KEYS.tensor(key) for key in column]
-        found.append(rows[0] if len(set(column)) == 1 else torch.cat(rows))
-    return found
+    return [
+        [remote.keep(KEYS.tensor(key), poll=poll) for key in shares(column)] for column in keys.T.tolist()
+    ]
 
 
 def refuse(control: Any, options: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:

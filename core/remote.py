@@ -154,7 +154,7 @@ class RemoteModel:
         contexts: Sequence[int],
         *,
         guidance: torch.Tensor | None = None,
-        references: Sequence[torch.Tensor] = (),
+        references: Sequence[torch.Tensor | Sequence[int]] = (),
         reference_method: str = "index",
         pooled: torch.Tensor | None = None,
         options: Mapping[str, Any] | None = None,
@@ -163,13 +163,14 @@ class RemoteModel:
         """One model call: velocity [B, C, h, w] float32 for `x` [B, C, h, w] at `timestep` [B].
 
         `contexts` are keys from `keep`, each for an equal share of the batch, in batch order. `guidance` [B],
-        `references` latents [1 or B, C, h_k, w_k], `pooled` [B, D] for models that take one.
+        `references`: each a latent [1 or B, C, h_k, w_k], or keys from `keep` as in `contexts`. `pooled` [B, D] for
+        models that take one.
         """
         tensors = [x, timestep]
         header: dict[str, Any] = {
             "model": self.model_id,
             "contexts": list(contexts),
-            "references": len(references),
+            "references": [[] if isinstance(one, torch.Tensor) else list(one) for one in references],
             "reference_method": reference_method,
             "guidance": guidance is not None,
             "pooled": pooled is not None,
@@ -177,7 +178,7 @@ class RemoteModel:
         }
         tensors += [guidance] if guidance is not None else []
         tensors += [pooled] if pooled is not None else []
-        tensors += list(references)
+        tensors += [one for one in references if isinstance(one, torch.Tensor)]
         start = time.perf_counter()
         reply = self.group.request("forward", header, [t.detach().cpu().contiguous() for t in tensors], poll=poll)
         self.last_step_seconds = time.perf_counter() - start

@@ -68,19 +68,20 @@ class ResidentModel:
             )
         return self.kept[key]
 
-    def contexts(self, keys: Sequence[int], batch: int) -> torch.Tensor:
-        """Conditionings [batch, L, D] from kept ones [1 or b, L, D], each for an equal share of the batch, in order."""
+    def shared_by(self, keys: Sequence[int], batch: int) -> torch.Tensor:
+        """A tensor [batch, ...] from kept ones [1 or b, ...], each for an equal share of the batch, in order.
+
+        Used for conditionings [batch, L, D] and for reference latents [batch, C, h_k, w_k].
+        """
         share, rest = divmod(batch, len(keys))
         if rest:
             raise InputError(f"A batch of {batch} cannot be shared equally by {len(keys)} conditionings.")
         parts = []
         for key in keys:
-            context = self.kept_tensor(key)
-            if context.shape[0] not in (1, share):
-                raise InputError(
-                    f"A conditioning of batch {context.shape[0]} does not fit a batch of {share}."
-                )
-            parts.append(context.expand(share, -1, -1))
+            kept = self.kept_tensor(key)
+            if kept.shape[0] not in (1, share):
+                raise InputError(f"A conditioning of batch {kept.shape[0]} does not fit a batch of {share}.")
+            parts.append(kept.expand(share, *[-1] * (kept.ndim - 1)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def velocity(
@@ -120,18 +121,23 @@ class ResidentModel:
             ).float()
 
     def forward(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Answer `RemoteModel.forward`: tensors are x, timestep, then guidance, pooled and references where given."""
+        """Answer `RemoteModel.forward`: tensors are x, timestep, then guidance, pooled and references where given.
+
+        `header["references"]` has one entry per reference: keys of kept tensors, or none for one that came along.
+        """
         rest = list(tensors)
         x, timestep = rest.pop(0), rest.pop(0)
         guidance = rest.pop(0) if header["guidance"] else None
         pooled = rest.pop(0) if header["pooled"] else None
+        batch = x.shape[0]
+        references = [self.shared_by(keys, batch) if keys else rest.pop(0) for keys in header["references"]]
         return self.velocity(
             x,
             timestep,
-            self.contexts(header["contexts"], x.shape[0]),
+            self.shared_by(header["contexts"], batch),
             guidance=guidance,
             pooled=pooled,
-            references=rest,
+            references=references,
             reference_method=header["reference_method"],
             **header["options"],
         )

@@ -217,9 +217,11 @@ def test_bf16_inputs_are_rounded_as_comfyui_rounds_them():
     assert KEYS.rows(tensor, torch.bfloat16, 512)[0] is rows[0]
 
 
-def test_conditionings_cross_to_the_ranks_once_per_run():
+def test_conditionings_and_references_cross_to_the_ranks_once():
     model = tp_model()
-    positive, negative = conditioning(seed=21), conditioning(seed=22)
+    references = [latent(8, 8, seed=23)["samples"], latent(4, 8, seed=24)["samples"]]
+    positive = conditioning(seed=21, reference_latents=references)
+    negative = conditioning(seed=22, reference_latents=references)
     sent = []
     remote = model.sharded.require()
     request = remote.group.request
@@ -234,6 +236,7 @@ def test_conditionings_cross_to_the_ranks_once_per_run():
         ksampler(model, positive, negative, latent(), cfg=2.0, steps=2)
     finally:
         del remote.group.request
-    assert [command for command, _ in sent].count("keep") == 2
+    assert [command for command, _ in sent].count("keep") == 4
     assert [command for command, _ in sent].count("forward") == 6
-    assert max(numbers for command, numbers in sent if command == "forward") < 2 * 128 * 16 + 64
+    # The latent of both conds, and the timestep and guidance of each.
+    assert {numbers for command, numbers in sent if command == "forward"} == {2 * 128 * 16 + 4}
