@@ -28,7 +28,7 @@ def read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_there_is_an_api_file_for_every_workflow_and_no_other_file() -> None:
     assert sorted(path.name for path in FOLDER.glob("*.json")) == sorted(f"{name}.json" for name in NAMES)
-    assert sorted(path.name for path in (FOLDER / "api").iterdir()) == sorted(
+    assert sorted(path.name for path in (FOLDER / "api").glob("*.json")) == sorted(
         f"{name}.json" for name in NAMES
     )
 
