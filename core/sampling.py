@@ -8,7 +8,6 @@ gives what ComfyUI's sampler of that name gives. Those that draw noise, or choos
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -383,10 +382,14 @@ def run_sample(
         started = now
         context.report(event, [x0.cpu()] if header["preview"] and context.rank == 0 else [])
 
+    def predict(*arguments: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        context.pulse("sample")  # a step may hold four calls; each is progress
+        return model.velocity(*arguments, **inputs, **header["options"])
+
     model.unpark()
     with torch.inference_mode():
         x = denoise(
-            functools.partial(model.velocity, **header["options"]),
+            predict,
             x.to(model.ranks.device),
             sigmas,
             sampler=header["sampler"],

@@ -91,7 +91,7 @@ def native_model(path: Path) -> Any:
     return comfy.model_patcher.ModelPatcher(model, cpu, cpu)
 
 
-def tp_model(path: Path) -> Any:
+def tp_model(path: Path, dtype: str = "float32") -> Any:
     """The file at `path` as a MODEL on two CPU ranks."""
     from comfy_tp.comfy_tp_nodes.devices import place
     from comfy_tp.comfy_tp_nodes.model import build_model
@@ -101,7 +101,7 @@ def tp_model(path: Path) -> Any:
 
     source = ModelSource.open(path)
     placement = place("cpu", 2, source.heads, path.name, torch.device("cpu"))
-    return make_patcher(build_model(sharded_model(source, placement, "float32")), "keep")
+    return make_patcher(build_model(sharded_model(source, placement, dtype)), "keep")
 
 
 class Run:
@@ -109,8 +109,8 @@ class Run:
 
     native: Any
     ours: Any
+    path_of_file: Path
     lines = Lines()
-    forwards = 0
 
     @classmethod
     def stock(cls, sampler: str = "euler", cfg: float = 1.0, steps: int = 4, **inputs: Any) -> torch.Tensor:
@@ -275,6 +275,18 @@ def shapes_and_conditionings() -> Any:
         "beta scheduler": Run.both(scheduler="beta"),
         "dpm_2 on karras": Run.both("dpm_2", scheduler="karras"),
     }
+
+
+@check
+def casts_in_bfloat16() -> Any:
+    """The loop on the ranks beside ComfyUI's own loop on the same MODEL: every cast has to be at the same place."""
+    model = tp_model(Run.path_of_file, "bfloat16")
+    odd = [[conditioning(2)[0][0], {"pooled_output": None, "guidance": 3.3}]]
+    inputs = {"model": model, "positive": odd, "latent_image": latent(seed=7), "denoise": 0.7}
+    expected = Run.stock("heun", 3.5, 3, **inputs)
+    found = Run.tp("heun", 3.5, 3, **inputs)
+    exact = Run.stock("heun", 3.5, 3, **{**inputs, "model": Run.native})
+    return {"distance": relative(found, expected), "path": Run.path(), "effect": relative(found, exact)}
 
 
 @check
@@ -531,6 +543,7 @@ def main(comfyui: str, folder: str, only: list[str]) -> None:
     path = Path(folder) / "small_flux2.safetensors"
     try:
         with torch.inference_mode():
+            Run.path_of_file = path
             Run.native = native_model(path)
             Run.ours = tp_model(path)
             for function in CHECKS:

@@ -82,6 +82,12 @@ def test_shapes_batches_references_and_texts_are_ksamplers(results: dict[str, An
     assert_mirrored(cases)
 
 
+def test_in_bfloat16_every_cast_is_where_comfyui_has_it(results: dict[str, Any]) -> None:
+    case = results["casts_in_bfloat16"]
+    assert_mirrored({"bfloat16": case})
+    assert case["effect"] > 1e-3  # so much bfloat16 itself is worth
+
+
 def test_sigmas_replace_steps_scheduler_and_denoise(results: dict[str, Any]) -> None:
     cases = dict(results["sigmas_input"])
     rising = cases.pop("rising")
