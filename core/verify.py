@@ -375,8 +375,9 @@ def plan_from_json(plan: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             return value
         if isinstance(value, list) and value and value[0] in classes:
-            arguments = [frozen(part) for part in value[1:]]
-            return classes[value[0]](*arguments)
+            if value[0] == "WherePresent":
+                return WherePresent(style(key, value[1]))
+            return classes[value[0]](*(frozen(part) for part in value[1:]))
         raise PlanError(
             f"Plan entry '{key}': {value!r} is neither a style's name nor [style class, arguments]."
         )

@@ -44,6 +44,7 @@ class Architecture:
     `heads_key` names the config entries with the counts of attention heads; the degree must divide them all.
     `published` are the configurations of published models, `examples` small ones for checks, both as changes to the
     class's defaults; `inputs(config, generator)` makes the arguments of one forward at an example's size, in float32.
+    `differs` says why the plan is another than `comfy-tp plan` proposes, by the beginning of its keys.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Architecture:
     minimum_diffusers: str = "0.36.0"
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    differs: Mapping[str, str] = field(default_factory=dict)
     inputs: Callable[[Mapping[str, Any], torch.Generator], dict[str, Any]] | None = None
 
     def plan_of(self, model: nn.Module) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from ..plan import PackedColwiseParallel, PackedRowwiseParallel
 from ..ranks import Ranks
 from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
+from .single_file import Shapes
 from .tokens import flatten_latent, image_ids, reference_tokens, text_ids, unflatten_latent
 
 PLAN = {
@@ -392,35 +393,24 @@ def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
     `entries` maps file tensor names to objects with a `shape`. Everything follows from shapes: the head width from
     a q norm, the head count from the hidden width, four equal rope axes.
     """
-    prefix = BFL_FLUX2.prefix_of(entries)
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        entry = entries.get(prefix + name)
-        return tuple(entry.shape) if entry is not None else None
-
-    image_in, text_in = shape("img_in.weight"), shape("txt_in.weight")
-    norms = (
-        "double_blocks.0.img_attn.norm.query_norm.scale",
-        "double_blocks.0.img_attn.norm.query_norm.weight",
+    shapes = Shapes(entries, BFL_FLUX2)
+    image_in, text_in = shapes["img_in.weight"], shapes["txt_in.weight"]
+    norm_name = "double_blocks.0.img_attn.norm.query_norm"
+    norm = shapes[f"{norm_name}.scale"] or shapes[f"{norm_name}.weight"]
+    up, modulation = (
+        shapes["double_blocks.0.img_mlp.2.weight"],
+        shapes["double_stream_modulation_img.lin.weight"],
     )
-    norm = next((found for found in map(shape, norms) if found), None)
-    up = shape("double_blocks.0.img_mlp.2.weight")
-    modulation = shape("double_stream_modulation_img.lin.weight")
-    if None in (image_in, text_in, norm, up, modulation):
+    if not (image_in and text_in and norm and up and modulation):
         return None
     hidden, head = image_in[0], norm[0]
-    numbers = {"double_blocks": -1, "single_blocks": -1}
-    for name in entries:
-        atoms = name[len(prefix) :].split(".")
-        if atoms[0] in numbers and len(atoms) > 1 and atoms[1].isdecimal():
-            numbers[atoms[0]] = max(numbers[atoms[0]], int(atoms[1]))
-    time_in = shape("time_in.in_layer.weight")
+    time_in = shapes["time_in.in_layer.weight"]
     return {
         "_class_name": "Flux2Transformer2DModel",
         "patch_size": 1,
         "in_channels": image_in[1],
-        "num_layers": numbers["double_blocks"] + 1,
-        "num_single_layers": numbers["single_blocks"] + 1,
+        "num_layers": shapes.blocks("double_blocks"),
+        "num_single_layers": shapes.blocks("single_blocks"),
         "attention_head_dim": head,
         "num_attention_heads": hidden // head,
         "joint_attention_dim": text_in[1],
@@ -429,7 +419,7 @@ def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
         "axes_dims_rope": (head // 4,) * 4,
         "rope_theta": 2000,
         "eps": 1e-6,
-        "guidance_embeds": shape("guidance_in.in_layer.weight") is not None,
+        "guidance_embeds": shapes["guidance_in.in_layer.weight"] is not None,
     }
 
 

@@ -108,6 +108,7 @@ ARCHITECTURE = Architecture(
     merged=merged,
     minimum_diffusers="0.37.0",
     published={"LTX-2": {}},
+    differs={rope: "no shape tells that the angles hold a part for every head" for rope in ROPES},
     examples={
         "interleaved rope": SMALL,
         "split rope, gates": {

@@ -19,6 +19,7 @@ PLAN = {
     "transformer_blocks.*.img_mlp.proj": "colwise",
     "transformer_blocks.*.img_mlp.gate_layer": "colwise",
     "transformer_blocks.*.img_mlp.out": "rowwise",
+    "modulation.1": "rowwise_split_input",
 }
 
 
@@ -55,7 +56,7 @@ ARCHITECTURE = Architecture(
     model_class="QwenImage21Transformer2DModel",
     plan=PLAN,
     minimum_diffusers="0.41.0",
-    published={"Qwen-Image-2.1": {}},
+    published={"Qwen-Image-2.1 (class defaults)": {}},
     examples={"base": SMALL, "one timestep": {**SMALL, "num_layers": 1, "causal_condition": False}},
     inputs=inputs,
 )

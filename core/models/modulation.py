@@ -1,0 +1,79 @@
+"""Modulations of all blocks as one reduce: they read the same timestep embedding, so their partial sums are joined.
+
+Every block of FLUX.1 and Qwen-Image has its own AdaLN projections, a quarter to a third of the model's weights. They
+read SiLU(embedding), one vector per picture: sharded row-wise, the first one called computes all of them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..linear import RowwiseSplitInputLinear
+from ..ranks import Ranks
+
+
+class SharedActivation(nn.Module):
+    """An activation that many modules apply to the same tensor: computed once, so that all get the same object."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.activation = activation
+        self.source: torch.Tensor | None = None
+        self.result: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.source is not x or self.result is None:
+            self.source, self.result = x, self.activation(x)
+        return self.result
+
+
+class JointLinears:
+    """Row-wise Linears of one input [B, in] with a single all-reduce: the first one called computes all.
+
+    The others, called with the very same tensor, take their part. Any other input makes them start anew.
+    """
+
+    def __init__(self, layers: Sequence[RowwiseSplitInputLinear], ranks: Ranks):
+        self.layers = list(layers)
+        self.ranks = ranks
+        self.source: torch.Tensor | None = None
+        self.ready: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            layer.forward = types.MethodType(self._forward_of(index), layer)  # type: ignore[method-assign]
+
+    def _forward_of(self, index: int) -> Any:
+        def forward(layer: RowwiseSplitInputLinear, x: torch.Tensor) -> torch.Tensor:
+            if self.source is not x or index not in self.ready:
+                self._compute(x)
+            output = self.ready.pop(index)
+            if not self.ready:
+                self.source = None
+            return output if layer.bias is None else output.add_(layer.bias)
+
+        return forward
+
+    def _compute(self, x: torch.Tensor) -> None:
+        partial = [layer.partial(x) for layer in self.layers]
+        joined = self.ranks.all_reduce(torch.cat(partial, dim=-1))
+        self.ready = dict(enumerate(joined.split([part.shape[-1] for part in partial], dim=-1)))
+        self.source = x
+
+
+def join(places: Sequence[tuple[nn.Module, str, nn.Module]], ranks: Ranks) -> None:
+    """Let modulations share one activation and one reduce. Each place: (parent, name of its activation, Linear).
+
+    Where a plan leaves one of the Linears whole, nothing is joined.
+    """
+    linears = [linear for _, _, linear in places if isinstance(linear, RowwiseSplitInputLinear)]
+    if not places or len(linears) < len(places):
+        return
+    parent, name, _ = places[0]
+    shared = SharedActivation(parent._modules[name])  # type: ignore[arg-type]
+    for parent, name, _ in places:
+        parent._modules[name] = shared
+    JointLinears(linears, ranks)

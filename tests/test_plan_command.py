@@ -1,0 +1,108 @@
+"""``comfy-tp plan``: proposals from shapes alone, and the table of architectures in the docs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from requirement_checks import Feed
+from torch import nn
+
+from comfy_tp.core.cli import main
+from comfy_tp.core.cli.plan import as_code, as_json, find
+from comfy_tp.core.errors import UnsupportedError
+from comfy_tp.core.models import ARCHITECTURES, architecture_named
+from comfy_tp.core.plan import WherePresent, resolve_plan
+from comfy_tp.core.propose import legal, meta_model, propose
+from comfy_tp.core.verify import plan_from_json
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_proposal_is_our_plan_or_the_difference_has_a_reason(name, capsys) -> None:
+    assert main(["plan", name, "--json"]) == 0
+    printed = capsys.readouterr().out
+    figures = json.loads(printed.splitlines()[-1])
+    assert figures["unexplained"] == []
+    if name in ("flux", "flux2", "qwenimage", "qwenimage21", "minimax_h3", "wan"):
+        assert figures["differences"] == []
+        assert f"Our plan of {name}: the same" in printed
+    else:
+        assert figures["differences"]
+        assert all(reason in printed for reason in architecture_named(name).differs.values())
+    assert "Replicated on every rank:" in printed
+    assert figures["replicated_parameters"] < 0.02 * figures["parameters"]
+
+
+def test_the_table_in_the_docs_is_the_commands_output(capsys) -> None:
+    assert main(["plan", "--table"]) == 0
+    assert capsys.readouterr().out == (DOCS / "architectures.md").read_text()
+
+
+class Gated(nn.Module):
+    """A feed-forward whose gate and up projections are packed, beside a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.linear_in = nn.Linear(24, 2 * 60)
+        self.linear_out = nn.Linear(60, 24)
+
+
+class Mine(nn.Module):
+    """A model of no library: blocks of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Gated(), Gated(), Feed(24)])
+        self.head = nn.Linear(24, 3)
+
+
+def test_a_model_of_ones_own_gets_pairs_and_entries_for_the_blocks_that_have_them() -> None:
+    proposal = propose(Mine(), None)
+    code = {key: as_code(style) for key, style in proposal.plan.items()}
+    assert code == {
+        "layers.*.linear_in": "WherePresent(PackedColwiseParallel((1, 1)))",
+        "layers.*.linear_out": "WherePresent('rowwise')",
+        "layers.*.up": "WherePresent('colwise')",
+        "layers.*.down": "WherePresent('rowwise')",
+    }
+    plan = resolve_plan(Mine(), proposal.plan, 2)
+    assert plan.specs["layers.0.linear_in.weight"].blocks == (60, 60)
+    assert plan.all_reduces == 3
+    left = {part.key: part.why for part in proposal.replicated}
+    assert left["layers.*.norm"] == "a norm: a few numbers, needed whole"
+    assert set(left) == {"layers.*.norm", "head"}
+    assert legal(Mine(), proposal.plan, None) == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_proposal_survives_its_json_form() -> None:
+    proposal = propose(Mine(), None)
+    again = plan_from_json(json.loads(json.dumps({k: as_json(v) for k, v in proposal.plan.items()})))
+    assert again == proposal.plan
+    assert isinstance(again["layers.*.up"], WherePresent)
+    flux2 = architecture_named("flux2").plan
+    assert plan_from_json({key: as_json(style) for key, style in flux2.items()}) == flux2
+
+
+def test_a_model_of_diffusers_without_a_plan_gets_one_that_resolves() -> None:
+    model_class, architecture = find("SD3Transformer2DModel")
+    assert architecture is None
+    model = meta_model(model_class, {"num_layers": 3})
+    proposal = propose(model, 18)
+    assert proposal.plan["transformer_blocks.*.attn.to_out.0"] == "rowwise"
+    assert resolve_plan(model, proposal.plan, 2).all_reduces > 0
+    assert next(model.parameters()).device == torch.device("meta")
+
+
+def test_an_unknown_class_is_refused_with_what_to_write() -> None:
+    with pytest.raises(
+        UnsupportedError, match="has no model class 'Nothing'. For a class of your own write module:Class"
+    ):
+        find("Nothing")
+    with pytest.raises(UnsupportedError, match="json has no class 'Nothing'"):
+        find("json:Nothing")
+    assert main(["plan"]) == 1
