@@ -11,9 +11,11 @@ kohya's sd-scripts (`lora_unet_`), OneTrainer (`lora_transformer_`), LyCORIS and
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -69,6 +71,10 @@ SUFFIXES: dict[str, tuple[str, str]] = {
     ".b_norm": ("diff_bias", "diff"),
     ".set_weight": ("set", "value"),
 }
+# PEFT's own DoRA norms the changed weight, ComfyUI's the weight before: its modules are left out whole.
+FOREIGN_DORA = ".lora_magnitude_vector"
+# Where diffusers writes the PEFT settings that the adapters were trained with, as JSON in the file's header.
+SETTINGS = "lora_adapter_metadata"
 # PEFT puts the adapter's name between: `lora_A.default.weight`.
 NAMED_ADAPTER = re.compile(r"\.lora_([AB])\.(?!weight$)[^.]+\.weight$")
 
@@ -136,18 +142,22 @@ def read_lora(
     shapes: Mapping[str, Sequence[int]],
     layouts: Iterable[FileLayout],
     architecture: str = "",
+    metadata: Mapping[str, str] | None = None,
 ) -> LoraFile:
     """The patches that a LoRA file's `tensors` make on a model whose single file holds `shapes` (name: shape).
 
-    `layouts` are the architecture's file layouts. A key is unmatched when its module is none of the model's, its suffix
+    `layouts` are the architecture's file layouts. `metadata` is the file's header: a file of diffusers keeps alpha there
+    and not beside the tensors. A key is unmatched when its module is none of the model's, its suffix
     belongs to no adapter that shards can carry, or the adapter lacks its other half.
     """
     known = names_of(shapes, layouts, ALIASES.get(architecture, ()))
+    settings = read_settings(metadata or {})
+    foreign = {key.partition(FOREIGN_DORA)[0] for key in tensors if FOREIGN_DORA in key}
     groups: dict[str, dict[str, str]] = {}
     found = LoraFile()
     for key in tensors:
         split = split_key(key)
-        if split is None or place_of(split[0], known) is None:
+        if split is None or split[0] in foreign or place_of(split[0], known) is None:
             found.unmatched.append(key)
             continue
         module, suffix = split
@@ -155,8 +165,35 @@ def read_lora(
     for module, keys in groups.items():
         place = place_of(module, known)
         if place is not None:
-            _read_module(found, tensors, shapes, place, keys)
+            _read_module(found, tensors, shapes, place, keys, trained_alpha(module, settings))
     return found
+
+
+def read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The transformer's PEFT settings in a file's header; empty where there are none that can be read."""
+    try:
+        settings = json.loads(metadata.get(SETTINGS, "{}"))
+    except ValueError:
+        return {}
+    if not isinstance(settings, dict):
+        return {}
+    return {key.removeprefix("transformer."): value for key, value in settings.items()}
+
+
+def trained_alpha(module: str, settings: Mapping[str, Any]) -> Callable[[int], float | None]:
+    """Of a LoRA's rank: the alpha that PEFT's `settings` give `module`, where the file has none of its own."""
+
+    def alpha(rank: int) -> float | None:
+        value = settings.get("lora_alpha")
+        patterns = settings.get("alpha_pattern")
+        for pattern, special in (patterns if isinstance(patterns, dict) else {}).items():
+            if module == pattern or module.endswith(f".{pattern}"):
+                value = special
+        if not isinstance(value, (int, float)):
+            return None
+        return value * rank**0.5 if settings.get("use_rslora") else float(value)
+
+    return alpha
 
 
 def _read_module(
@@ -165,8 +202,12 @@ def _read_module(
     shapes: Mapping[str, Sequence[int]],
     place: Place,
     keys: Mapping[str, str],
+    trained: Callable[[int], float | None],
 ) -> None:
-    """Add the patches that a module's keys (suffix: key) make at `place`, and sort the keys."""
+    """Add the patches that a module's keys (suffix: key) make at `place`, and sort the keys.
+
+    `trained` gives the alpha of a LoRA that has none beside it, from its rank.
+    """
     shared = {SUFFIXES[suffix][1]: key for suffix, key in keys.items() if SUFFIXES[suffix][0] == ""}
     used: set[str] = set()
     for kind in dict.fromkeys(SUFFIXES[suffix][0] for suffix in keys):
@@ -179,10 +220,13 @@ def _read_module(
         low_rank = kind in ("lora", "loha", "lokr")
         parts = {**own, **shared} if low_rank else own
         numbers = {name: parts.pop(name) for name in ("alpha", "reshape") if name in parts}
+        alpha = float(tensors[numbers["alpha"]]) if "alpha" in numbers else None
+        if kind == "lora" and alpha is None and "down" in parts:
+            alpha = trained(tensors[parts["down"]].shape[0])
         adapter = Adapter(
             "diff" if kind == "diff_bias" else kind,
             {name: tensors[key] for name, key in parts.items()},
-            float(tensors[numbers["alpha"]]) if "alpha" in numbers else None,
+            alpha,
             tuple(int(size) for size in tensors[numbers["reshape"]]) if "reshape" in numbers else None,
         )
         if not is_complete(adapter):

@@ -181,6 +181,50 @@ def test_keys_that_fit_nothing_are_named():
     assert len(found.patches) == 1
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 9}}])
+def test_a_lora_saved_by_diffusers_gives_what_peft_itself_gives(tmp_path, settings):
+    """Rank 3, alpha 8: diffusers writes alpha into the file's header only."""
+    from diffusers import Flux2Pipeline
+    from diffusers.utils import convert_state_dict_to_diffusers
+    from peft import LoraConfig, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    model = lora_checks.flux2()
+    layers = (
+        r".*\.(to_q|to_out\.0|to_qkv_mlp_proj|linear_in|linear_out)|single.*attn\.to_out|norm_out\.linear"
+    )
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=layers, init_lora_weights=False, **settings)
+    torch.manual_seed(0)
+    model.add_adapter(config)
+    weights = convert_state_dict_to_diffusers(get_peft_model_state_dict(model))
+    peft_settings = config.to_dict() | {"task_type": None, "peft_type": "LORA"}
+    Flux2Pipeline.save_lora_weights(tmp_path, weights, transformer_lora_adapter_metadata=peft_settings)
+    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        metadata = file.metadata()
+    found = read_lora(tensors, model_shapes(), architecture_named("flux2").layouts, "flux2", metadata)
+    assert found.unmatched == [] and len(found.applied) == len(tensors)
+    plain = lora_checks.sharded(lora_checks.flux2(), Ranks.single())
+    before = lora_checks.call(plain)
+    WeightPatches(plain).set(found.patches)
+    model.tensor_parallel = plain.tensor_parallel
+    wanted = lora_checks.call(model)
+    assert (before - wanted).norm() > 0.01 * wanted.norm()
+    assert (lora_checks.call(plain) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_peft_s_own_dora_is_left_out_whole():
+    up, down = torch.ones(64, 2), torch.ones(2, 64)
+    module = "transformer.transformer_blocks.0.attn.to_q"
+    keys = {
+        f"{module}.lora_B.weight": up,
+        f"{module}.lora_A.weight": down,
+        f"{module}.lora_magnitude_vector": torch.ones(64),
+    }
+    found = read(keys)
+    assert sorted(found.unmatched) == sorted(keys) and not found.patches
+
+
 def test_reading_leaves_the_tensors_as_they_are():
     up, down = torch.randn(192, 2), torch.randn(2, 64)
     before = copy.deepcopy((up, down))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import comfy.model_base
@@ -25,6 +24,8 @@ log = logging.getLogger("comfy_tp.nodes")
 PREFIX = "diffusion_model."
 SHOWN = 5  # unmatched keys that are named
 KEPT_FILES = 4
+
+Content = tuple[dict[str, torch.Tensor], dict[str, str] | None]
 
 
 class LoadTPLoRA(io.ComfyNode):
@@ -85,14 +86,14 @@ class LoraFiles:
     """The LoRA files read last, so that a new strength reads nothing and the ranks know the tensors again."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[tuple[str, int, int], dict[str, torch.Tensor]] = OrderedDict()
+        self._files: OrderedDict[tuple[str, int, int], Content] = OrderedDict()
 
-    def read(self, path: str) -> dict[str, torch.Tensor]:
-        """The tensors of the file at `path`."""
+    def read(self, path: str) -> Content:
+        """The tensors and the header's metadata of the file at `path`."""
         state = os.stat(path)
         key = (path, state.st_size, state.st_mtime_ns)
         if key not in self._files:
-            self._files[key] = comfy.utils.load_torch_file(path, safe_load=True)
+            self._files[key] = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
         self._files.move_to_end(key)
         while len(self._files) > KEPT_FILES:
             self._files.popitem(last=False)
@@ -102,8 +103,8 @@ class LoraFiles:
 FILES = LoraFiles()
 
 
-def read_file(model: Any, tensors: Mapping[str, torch.Tensor]) -> LoraFile:
-    """What the LoRA `tensors` do to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is a FLUX.2."""
+def read_file(model: Any, content: Content) -> LoraFile:
+    """What the LoRA does to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is a FLUX.2."""
     if not isinstance(model, comfy.model_base.Flux2):
         raise UnsupportedError(
             f"Load TP LoRA reads LoRAs for FLUX.2, and this model is a {type(model).__name__}. Use the stock LoRA loader."
@@ -113,7 +114,8 @@ def read_file(model: Any, tensors: Mapping[str, torch.Tensor]) -> LoraFile:
         for key, tensor in model.state_dict().items()
         if key.startswith(PREFIX)
     }
-    return read_lora(tensors, shapes, architecture_named("flux2").layouts, "flux2")
+    tensors, metadata = content
+    return read_lora(tensors, shapes, architecture_named("flux2").layouts, "flux2", metadata)
 
 
 def report(name: str, found: LoraFile) -> str:

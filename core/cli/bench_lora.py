@@ -24,7 +24,8 @@ from ..remote import RemoteModel
 from .bench_load import CONFIG, make_checkpoint, warm
 
 MODES = ("merge", "side")
-WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 16, "joint_attention_dim": 6144}
+WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 12, "joint_attention_dim": 6144}
+TEXT_TOKENS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="default", help="dtype of the weights (default: bfloat16, as stored)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="steps and swaps that are timed (default 5)")
-    parser.add_argument("--tokens", type=int, default=256, help="image tokens of a step (default 256)")
+    parser.add_argument("--tokens", type=int, default=16, help="image tokens of a step (default 16)")
+    parser.add_argument("--heads", type=int, default=12, help="attention heads of 128 (12: 0.7 GB)")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"
     )
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
     try:
         checkpoint = folder / "transformer"
         print(f"making a FLUX.2-shaped checkpoint in {folder} ...", flush=True)
-        nbytes = make_checkpoint(checkpoint, {**CONFIG, **WIDTHS})
+        nbytes = make_checkpoint(checkpoint, {**CONFIG, **WIDTHS, "num_attention_heads": args.heads})
         group = RankGroup.start(["cpu"] * args.ranks, env={"OMP_NUM_THREADS": "1"}, step_timeout=600.0)
         try:
             figures = {"checkpoint_bytes": nbytes, "rank": args.rank, **measure(group, checkpoint, args)}
@@ -130,7 +132,7 @@ def make_inputs(tokens: int) -> tuple[torch.Tensor, ...]:
     return (
         torch.randn(1, 128, side, side, generator=generator),
         torch.tensor([0.7]),
-        torch.randn(1, 64, WIDTHS["joint_attention_dim"], generator=generator),
+        torch.randn(1, TEXT_TOKENS, WIDTHS["joint_attention_dim"], generator=generator),
     )
 
 
