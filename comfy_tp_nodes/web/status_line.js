@@ -111,7 +111,7 @@ function widgetOf(node) {
   if (found) return found
   const element = document.createElement('div')
   element.style.cssText =
-    'font-size: 11px; line-height: 20px; opacity: 0.8; text-align: center; overflow: hidden; ' +
+    'color: var(--input-text, #ddd); font: 11px/20px sans-serif; text-align: center; overflow: hidden; ' +
     'white-space: nowrap; text-overflow: ellipsis; pointer-events: none;'
   const widget = node.addDOMWidget(WIDGET, 'tp_status', element, {
     serialize: false,

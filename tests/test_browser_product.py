@@ -1,0 +1,219 @@
+"""What an artist meets: the pack's workflows, Run, Cancel, previews, the status line and the help, in ComfyUI's frontend."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from random_pipeline import save_pipeline
+
+from comfy_tp.core.cli import demo
+from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.core.errors import CheckpointError
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+IMAGES = ROOT / "docs" / "images"
+MODEL = "browser-flux2"
+LOADERS = {"UNETLoader": "TPLoadModel", "CLIPLoader": "TPLoadCLIP", "VAELoader": "TPLoadVAE"}
+SIZE = 64
+# A run is kept as a picture for the README with COMFY_TP_WRITE_SCREENSHOTS=1.
+KEEP = os.environ.get("COMFY_TP_WRITE_SCREENSHOTS") == "1"
+LARGEST_PICTURE = 200_000
+
+
+def line_of(node: int) -> str:
+    """JavaScript: the status line that a node shows, or null."""
+    return f"app.graph.getNodeById({node})?.widgets?.find((w) => w.name === 'tp_status')?.value ?? null"
+
+
+FIT = """(() => {
+  const nodes = app.graph.nodes, ds = app.canvas.ds
+  const left = Math.min(...nodes.map((n) => n.pos[0])), top = Math.min(...nodes.map((n) => n.pos[1])) - 40
+  const right = Math.max(...nodes.map((n) => n.pos[0] + n.size[0]))
+  const bottom = Math.max(...nodes.map((n) => n.pos[1] + n.size[1]))
+  ds.scale = Math.min(1480 / (right - left), 780 / (bottom - top), 1.2)
+  ds.offset = [85 / ds.scale - left, 140 / ds.scale - top]
+  app.canvas.setDirty(true, true)
+  app.extensionManager.setting.set('Comfy.Minimap.Visible', false)
+  return null
+})()"""
+
+
+def small(workflow: Mapping[str, Any], *, steps: int, image: str | None = None) -> dict[str, Any]:
+    """The workflow with the pack's loaders on a small pipeline, over two ranks of the CPU; a new seed each time."""
+    made = copy.deepcopy(dict(workflow))
+    seed = time.time_ns() % 2**40
+    changed = {
+        "Flux2Scheduler": [steps, SIZE, SIZE],
+        "EmptyFlux2LatentImage": [SIZE, SIZE, 1],
+        "RandomNoise": [seed, "fixed"],
+        "ImageScaleToTotalPixels": ["lanczos", (2 * SIZE / 1024) ** 2],
+        "LoadImage": [image, "image"],
+        "CLIPTextEncode": [demo.EDIT if image else demo.PROMPT],
+    }
+    for node in made["nodes"]:
+        node["type"] = kind = LOADERS.get(node["type"], node["type"])
+        node.get("properties", {}).pop("models", None)
+        if kind in LOADERS.values():
+            node["widgets_values"] = [MODEL, 2, "cpu", "float32", "keep"]
+            node["properties"] = {"Node name for S&R": kind}
+            node["inputs"] = []
+            if kind == "TPLoadVAE":
+                node["pos"] = [node["pos"][0], node["pos"][1] + 100]  # below a node taller than the stock one
+        elif kind == "TPSampler":
+            node["widgets_values"][:2] = [seed, "fixed"]
+        elif kind in changed:
+            node["widgets_values"] = changed[kind]
+    # The note speaks of the real model's files.
+    made["nodes"] = [node for node in made["nodes"] if node["type"] != "MarkdownNote"]
+    return made
+
+
+def workflow(word: str) -> dict[str, Any]:
+    """The workflow whose file name holds `word`."""
+    (path,) = [path for path in WORKFLOWS if word in path.stem]
+    return json.loads(path.read_text())
+
+
+def node_id(of: Mapping[str, Any], kind: str) -> int:
+    return next(node["id"] for node in of["nodes"] if node["type"] == kind)
+
+
+@pytest.fixture(scope="module")
+def pipeline(comfy: ComfyServer) -> None:
+    """The pack's small FLUX.2 where it is, else one of random weights: the tests see no difference, the pictures do."""
+    folder = comfy.models / "diffusers" / MODEL
+    if folder.is_dir():
+        return
+    try:
+        shutil.copytree(demo.small_pipeline(), folder)
+    except CheckpointError:
+        save_pipeline(folder)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_opens_without_a_missing_node(browser, path: Path):
+    seen = browser.open(path)
+    assert seen["missingNodeTypes"] == []
+    assert seen["validationErrors"] == []
+    # The frontend asks the models' hosts for the sizes of files that are missing here.
+    assert [text for text in seen["consoleErrors"] if "fetching file size" not in text] == []
+    assert seen["apiPrompt"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_a_thumbnail_for_the_template_browser(path: Path):
+    with Image.open(path.with_suffix(".jpg")) as picture:
+        assert picture.format == "JPEG" and picture.width <= 1024
+    assert path.with_suffix(".jpg").stat().st_size <= LARGEST_PICTURE
+
+
+def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
+    steps = 40
+    graph = small(workflow("text_to_image_tp"), steps=steps)
+    loader, sampler = node_id(graph, "TPLoadModel"), node_id(graph, "TPSampler")
+    seen = browser.open(
+        graph,
+        name="product-text-to-image",
+        run=True,
+        timeout_s=280,
+        watch={"sampler": line_of(sampler), "loader": line_of(loader), "fit": FIT},
+        evaluate={
+            "saved": f"app.graph.serialize().nodes.find((n) => n.id === {sampler}).widgets_values.length",
+            "sent": f"app.graphToPrompt().then((p) => Object.keys(p.output['{sampler}'].inputs))",
+        },
+    )
+    assert seen["missingNodeTypes"] == [] and seen["consoleErrors"] == []
+    run = seen["run"]
+    assert run["outcome"] == "success", run["error"]
+    shown = [entry for entry in run["progress"] if entry["node"] == str(sampler)]
+    assert [entry["value"] for entry in shown] == list(range(1, steps + 1))
+    assert run["previews"] >= 2 and run["previewShown"]
+    assert any("%" in title for title in run["titles"])
+    (image,) = run["images"]
+    assert (image["type"], image["width"], image["height"]) == ("SaveImage", SIZE, SIZE)
+
+    lines = [line for line in run["watched"]["sampler"] if line]
+    moving = [line for line in lines if f"/{steps} · " in line and "s/step" in line and line.endswith("left")]
+    assert len(moving) >= 2, lines
+    assert all(line.startswith("2 ranks · ") and " each · step " in line for line in moving)
+    assert f"{steps} steps in " in lines[-1]
+    assert run["watched"]["loader"][-1] == lines[-1]
+    # The line is neither saved nor sent.
+    node = next(node for node in graph["nodes"] if node["id"] == sampler)
+    assert seen["evaluated"]["saved"] == len(node["widgets_values"])
+    assert "tp_status" not in seen["evaluated"]["sent"]
+    keep(seen["screenshots"][-1], "text_to_image.png")
+
+
+def test_cancel_ends_the_run_and_the_line_comes_to_rest(browser, pipeline):
+    graph = small(workflow("text_to_image_tp"), steps=3000)
+    sampler = node_id(graph, "TPSampler")
+    seen = browser.open(
+        graph,
+        name="product-cancel",
+        run=True,
+        cancel_at_progress=5,
+        timeout_s=280,
+        watch={"sampler": line_of(sampler)},
+        evaluate={"line": line_of(sampler)},
+    )
+    assert seen["run"]["outcome"] == "interrupted"
+    assert seen["run"]["cancelSeconds"] < 10
+    assert any("/3000" in (line or "") for line in seen["run"]["watched"]["sampler"])
+    assert seen["evaluated"]["line"].startswith("2 ranks · ") and "step" not in seen["evaluated"]["line"]
+
+
+def test_a_stock_sampler_moves_the_line_of_the_loader(browser, pipeline):
+    graph = small(workflow("stock_sampler"), steps=30)
+    loader = node_id(graph, "TPLoadModel")
+    seen = browser.open(
+        graph, name="product-stock", run=True, timeout_s=280, watch={"loader": line_of(loader), "fit": FIT}
+    )
+    assert seen["run"]["outcome"] == "success", seen["run"]["error"]
+    lines = [line for line in seen["run"]["watched"]["loader"] if line]
+    assert [line for line in lines if "/30 · " in line and line.endswith("left")], lines
+    assert "30 steps in " in lines[-1]
+
+
+def test_an_edit_with_a_reference_runs_from_the_browser(browser, comfy, pipeline):
+    picture = io.BytesIO()
+    Image.linear_gradient("L").resize((96, 96)).convert("RGB").save(picture, "PNG")
+    graph = small(workflow("edit"), steps=12, image=comfy.upload_image(picture.getvalue(), "reference.png"))
+    seen = browser.open(graph, name="product-edit", run=True, timeout_s=280, watch={"fit": FIT})
+    assert seen["run"]["outcome"] == "success", seen["run"]["error"]
+    assert [image["width"] for image in seen["run"]["images"] if image["type"] == "SaveImage"] == [2 * SIZE]
+    keep(seen["screenshots"][-1], "edit.png")
+
+
+def test_the_help_pages_and_languages_are_served_where_the_frontend_asks_for_them(comfy: ComfyServer):
+    served = comfy.get("/i18n")
+    for language in ("en", "es", "ja", "zh"):
+        texts = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+        assert served[language]["nodeDefs"]["TPSampler"] == texts["TPSampler"]
+        page = ROOT / "comfy_tp_nodes" / "web" / "docs" / "TPSampler" / f"{language}.md"
+        status, body = comfy.request(f"/extensions/comfy-tp/docs/TPSampler/{language}.md")
+        assert (status, body.decode()) == (200, page.read_text(encoding="utf-8"))
+
+
+def keep(screenshot: str, name: str) -> None:
+    """With COMFY_TP_WRITE_SCREENSHOTS=1, the picture for the docs, in few colours."""
+    if not KEEP:
+        return
+    with Image.open(screenshot) as picture:
+        shown = picture.convert("RGB").crop((0, 0, 1600, 700))
+        small = shown.resize((1280, 560), Image.Resampling.LANCZOS)
+    for colours in (192, 96, 48):
+        small.quantize(colours, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+        if (IMAGES / name).stat().st_size <= LARGEST_PICTURE:
+            return
