@@ -209,3 +209,37 @@ def test_the_fp8_matrix_product_agrees_with_the_exact_one(model):
     exact = torch.nn.functional.linear(x.float(), weight.float() * scale)
     assert rel_l2(quant.product(x, weight, scales).float(), exact) < 1e-2
     assert rel_l2(quant._scaled_product(x, weight, scales, None).float(), exact) < 6e-2
+
+
+def other_model(name: str, example: str):
+    """The small example model of another architecture, with its architecture and inputs of one forward."""
+    from comfy_tp.core.models import architecture_named
+
+    architecture = architecture_named(name)
+    torch.manual_seed(0)
+    model = architecture.load_class()(**architecture.examples[example]).eval()
+    return architecture, model, architecture.inputs(model.config, torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("flux", "schnell"), ("qwenimage", "base")])
+@pytest.mark.parametrize("prefix", PREFIXES[:2])
+def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, name, example, prefix):
+    from comfy_tp.core.checkpoint.convert import file_tensors
+
+    architecture, model, inputs = other_model(name, example)
+    tensors = file_tensors(architecture.layouts[0], dict(model.named_parameters()), prefix=prefix)
+    path = save_single_file(tmp_path / "model.safetensors", tensors)
+    opened = open_model(Checkpoint.open(path))
+    assert opened.architecture.name == name
+    for key, value in architecture.examples[example].items():
+        assert opened.config.get(key, model.config[key]) == value, key
+    with torch.inference_mode():
+        want = model(**inputs, return_dict=False)[0]
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks)
+        with torch.inference_mode():
+            return loaded(**inputs, return_dict=False)[0]
+
+    for result in on_ranks(2, work):
+        assert rel_l2(result, want) <= 1e-6
