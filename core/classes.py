@@ -68,7 +68,7 @@ class Sharding:
             return super().enable_parallelism(config=config, **options)  # type: ignore[misc]
         from .parallelize import enable_parallelism
 
-        return enable_parallelism(self, config=config, **options)  # type: ignore[arg-type]
+        return enable_parallelism(self, config=config, **options)
 
 
 def is_tensor_parallel(config: Any) -> bool:

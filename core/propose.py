@@ -135,7 +135,7 @@ def _everywhere(model: nn.Module, key: str, name: str) -> bool:
 
 
 def _repeats(model: nn.Module, key: str) -> int:
-    return max(1, len(model.get_submodule(key.partition(".*")[0])))  # type: ignore[arg-type]
+    return max(1, len(model.get_submodule(key.partition(".*")[0])))
 
 
 def _width(model: nn.Module) -> int:

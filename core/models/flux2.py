@@ -317,7 +317,7 @@ def predict(
             f"The conditioning is {context.shape[-1]} wide, but this model takes {config.joint_attention_dim}: "
             f"{text_encoder_of(config.joint_attention_dim)}"
         )
-    batch, _, height, width = x.shape
+    batch, _channels, height, width = x.shape
     tokens = [flatten_latent(x)]
     ids = [image_ids(height, width, x.device)]
     for reference, position in reference_tokens(references, reference_method, height, width, REFERENCE_SCALE):

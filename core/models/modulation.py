@@ -73,7 +73,7 @@ def join(places: Sequence[tuple[nn.Module, str, nn.Module]], ranks: Ranks) -> No
     if not places or len(linears) < len(places):
         return
     parent, name, _ = places[0]
-    shared = SharedActivation(parent._modules[name])  # type: ignore[arg-type]
+    shared = SharedActivation(parent._modules[name])
     for parent, name, _ in places:
         parent._modules[name] = shared
     JointLinears(linears, ranks)
