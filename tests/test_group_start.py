@@ -182,7 +182,7 @@ def test_the_async_allocator_is_taken_out_of_the_settings(given, left):
 WRONG_SUMS = """
 import os
 from pathlib import Path
-from comfy_tp.core.group import rank
+from comfy_tp.core.group import pulse, rank
 
 true_test = rank.self_test
 
@@ -192,7 +192,7 @@ def wrong_test(*arguments):
     if os.environ.get("NCCL_P2P_DISABLE"):
         return None
     if {exits}:
-        raise SystemExit(rank.EXIT_SELF_TEST)
+        raise SystemExit(pulse.EXIT_SELF_TEST)
     return "an all-reduce gave wrong sums"
 
 rank.self_test = wrong_test
