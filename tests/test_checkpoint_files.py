@@ -215,6 +215,27 @@ def test_an_interrupted_download_is_not_taken_for_a_model(tmp_path):
         resolve_source("owner/flux", subfolder="transformer", cache_dir=tmp_path, local_files_only=True)
 
 
+def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked: list[dict] = []
+
+    def unreachable(repository: str, **options):
+        asked.append(options)
+        raise OSError("the hub did not answer\nat length")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source("owner/flux", subfolder="transformer", cache_dir=tmp_path, token="secret")
+    assert "could not be downloaded (the hub did not answer). Check the name" in str(caught.value)
+    assert "accept the model's licence on its page if it is gated" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert [options["local_files_only"] for options in asked] == [True, False]
+    assert asked[1]["allow_patterns"] == ["transformer/*.json", "transformer/*.safetensors"]
+    assert asked[1]["token"] == "secret"
+
+
 def test_HF_HUB_OFFLINE_and_HF_HUB_CACHE_are_honoured(tmp_path):
     snapshot = fake_hub(tmp_path)
     script = (

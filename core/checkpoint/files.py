@@ -264,6 +264,7 @@ def resolve_source(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
     variant: str | None = None,
+    token: str | bool | None = None,
 ) -> Path:
     """The local file or component folder that `name_or_path` means, with its weights complete.
 
@@ -286,7 +287,7 @@ def resolve_source(
         )
     if subfolder and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
         raise CheckpointError(f"subfolder '{subfolder}' leads out of the repository. Give a folder's name.")
-    return _from_hub(name, subfolder, revision, cache_dir, local_files_only, variant)
+    return _from_hub(name, subfolder, revision, cache_dir, local_files_only, variant, token)
 
 
 def _from_hub(
@@ -296,6 +297,7 @@ def _from_hub(
     cache_dir: str | os.PathLike | None,
     local_files_only: bool,
     variant: str | None,
+    token: str | bool | None,
 ) -> Path:
     from huggingface_hub import constants, snapshot_download
 
@@ -312,6 +314,7 @@ def _from_hub(
             cache_dir=cache,
             local_files_only=local_only,
             allow_patterns=patterns,
+            token=token,
         )
         location = Path(folder) / subfolder if subfolder else Path(folder)
         locate_weights(location, variant)

@@ -325,7 +325,6 @@ def _read_all(
     done = 0
     reported = 0.0
     descriptors = _open_files(checkpoint, {fill.path for fill in fills})
-    reader = _Reader(checkpoint, tensors, descriptors, device, threads, counts)
 
     def advance(batch_bytes: int) -> None:
         nonlocal done, reported
@@ -338,20 +337,22 @@ def _read_all(
             cancelled()
 
     try:
+        reader = _Reader(checkpoint, fills, tensors, descriptors, device, threads, counts)
         if progress is not None:
             progress(0, total)
         if cancelled is not None:
             cancelled()
-        batches = _batches(fills)
-        if threads == 1:
-            for batch in batches:
-                advance(reader.read(batch))
-        else:
-            _in_threads(reader, batches, threads, advance, cancelled)
-        reader.finish()
+        try:
+            if threads == 1:
+                for batch in _batches(fills):
+                    advance(reader.read(batch))
+            else:
+                _in_threads(reader, _batches(fills), threads, advance, cancelled)
+        finally:
+            # After an error too: a copy still under way must not land in memory that was given to someone else.
+            reader.finish()
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        _close(descriptors)
 
 
 def _in_threads(
@@ -419,6 +420,7 @@ class _Reader:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        fills: Sequence[Fill],
         tensors: Mapping[str, torch.Tensor],
         descriptors: Mapping[str, int],
         device: torch.device,
@@ -432,10 +434,9 @@ class _Reader:
         self._direct = {
             name: byte_view(tensor) for name, tensor in tensors.items() if tensor.device.type == "cpu"
         }
-        self._device = device
-        self._threads = threads
-        self._staging: Staging | None = None
-        self._lock = threading.Lock()
+        # Made in the calling thread, whose current stream the tensors were allocated on.
+        staged = any(not self._goes_direct(fill) for fill in fills)
+        self._staging = Staging(device, CHUNK, threads) if staged else None
         self._scratch = memoryview(bytearray(GAP))
         self._announced = dict.fromkeys(descriptors.values(), 0)
 
@@ -460,9 +461,8 @@ class _Reader:
         )
 
     def _read_staged(self, batch: tuple[Fill, ...]) -> None:
-        with self._lock:
-            if self._staging is None:
-                self._staging = Staging(self._device, CHUNK, self._threads)
+        if self._staging is None:
+            raise RuntimeError("a batch that was not announced needs staging")
         for fill in batch:
             for part in _chunks(fill):
                 with self._staging.buffer(part.nbytes) as buffer:

@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
         loads: dict[str, list[list[dict]]] = {method: [] for method in methods}
         for repeat in range(args.repeats):
             for method in methods:
-                warm(checkpoint)
                 arguments = [method, str(checkpoint)]
                 ranks = run_ranks(f"{__package__}.bench_load", arguments, args.ranks, args.threads, folder)
                 loads[method].append(ranks)
@@ -206,6 +205,8 @@ def _rank(method: str, checkpoint: str, work: str, rank: int, degree: int, threa
         method
     ]
     with load(checkpoint, degree, threads) as loader:
+        # Only now, after the imports: on a busy machine the files may leave the cache while those run.
+        warm(Path(checkpoint))
         dist.barrier()
         with MemoryWatch() as memory:
             rchar = _rchar()
