@@ -59,8 +59,10 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
         )
 
     model = ResidentModel.load(
-        opened, ranks, dtype=dtype, progress=progress, cancelled=getattr(context, "stop_if_cancelled", None)
+        opened, ranks, dtype=dtype, progress=progress, cancelled=context.stop_if_cancelled
     )
+    # A boundary: either every rank keeps the model or none does.
+    context.check_cancelled()
     context.models[header["model"]] = model
     figures = context.gather([model.resident_bytes, model.report.bytes_read, str(model.ranks.device)])
     info = {
