@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..small.build import lora_file, pipeline_folder
 from .comfyui import ComfyServer
 
@@ -48,7 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Boot ComfyUI, render twice, edit and apply the LoRA; returns the figures."""
-    folder = args.model or small_pipeline()
+    if args.model is not None:
+        return render_all(args, args.model)
+    with demo_pipeline() as folder:
+        return render_all(args, folder)
+
+
+def render_all(args: argparse.Namespace, folder: Path) -> tuple[int, dict[str, Any]]:
+    """The demo with the pipeline at `folder`."""
     devices = args.devices or default_devices(args.ranks)
     args.output.mkdir(parents=True, exist_ok=True)
     with ComfyServer(cpu=devices == "cpu") as comfy:
@@ -85,12 +95,22 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, figures
 
 
-def small_pipeline() -> Path:
-    """The small FLUX.2 of this pack."""
+@contextmanager
+def demo_pipeline() -> Iterator[Path]:
+    """The small trained FLUX.2 of this pack, or one of random weights, made now and removed after, where there is none."""
     try:
-        return pipeline_folder()
-    except FileNotFoundError as error:
-        raise CheckpointError(str(error)) from error
+        yield pipeline_folder()
+        return
+    except FileNotFoundError:
+        pass
+    from ..small.random_weights import save_pipeline
+
+    print(
+        "This build ships no trained model: the demo paints with random weights, so the pictures are noise.",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="comfy-tp-demo-") as folder:
+        yield save_pipeline(Path(folder))
 
 
 def default_devices(ranks: int) -> str:
