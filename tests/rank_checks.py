@@ -11,6 +11,7 @@ from torch import nn
 
 from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear
 from comfy_tp.core.models import ARCHITECTURES, architecture_named
+from comfy_tp.core.norm import RMSNormAcrossRanks
 from comfy_tp.core.plan import PackedColwiseParallel, Place, Rowwise, Style
 from comfy_tp.core.ranks import Ranks
 from comfy_tp.core.shard import ShardSpec
@@ -70,7 +71,22 @@ class ExchangedHalves(Style):
         return layer
 
 
-# Changes to the right plan of FLUX.1 or FLUX.2, each of them wrong.
+@dataclass(frozen=True)
+class NormOfOwnWidth(Style):
+    """A norm over all heads that looks at this rank's alone."""
+
+    reduces = 0
+
+    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+        return RMSNormAcrossRanks().specs(place, degree)
+
+    def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
+        norm = nn.RMSNorm(specs["weight"].local_shape, eps=module.eps)
+        norm.weight.data = specs["weight"].shard(module.weight.data, ranks.rank)
+        return norm
+
+
+# Changes to the right plan of an architecture, each of them wrong. None takes an entry out.
 WRONG_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "col and row swapped": (
         "flux2",
@@ -83,6 +99,11 @@ WRONG_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed rows treated as plain": ("flux", {"single_transformer_blocks.*.proj_out": "rowwise"}),
     "bias added on every rank": ("flux", {"transformer_blocks.*.ff.net.2": WrongRowwise()}),
     "gate and up exchanged": ("flux2", {"transformer_blocks.*.ff_context.linear_in": ExchangedHalves()}),
+    "norm over the local width": (
+        "wan",
+        {"blocks.*.attn1.norm_q": NormOfOwnWidth(), "blocks.*.attn1.norm_k": NormOfOwnWidth()},
+    ),
+    "rotary angles not cut": ("ltx2", {"rope": None, "audio_rope": None}),
     "whole input of a row-wise layer": (
         "flux",
         {"transformer_blocks.*.attn.to_out.0": "rowwise_split_input"},
@@ -94,12 +115,12 @@ def wrong_plan(ranks: Ranks, case: str) -> dict[str, Any]:
     """A small model sharded by a plan with one mistake, compared as `comfy-tp verify` does."""
     name, changes = WRONG_PLANS[case]
     known = architecture_named(name)
-    if name == "flux2":
-        # The merged reduces need row-wise layers where the right plan has them.
+    if name in ("flux2", "wan", "ltx2"):
+        # The merged reduces need the layers that the right plan puts there.
         known = replace(known, bind=lambda model, ranks: None, merged=lambda model: 0)
     model = example_model(known, next(iter(known.examples)))
     inputs = example_inputs(known, model.config)
-    plan = {**known.plan, **changes}
+    plan = {key: style for key, style in {**known.plan, **changes}.items() if style is not None}
     return compare_on_ranks(
         model, inputs, ranks, known, plan=plan, tolerance=TOLERANCE[torch.float32]
     ).as_dict()

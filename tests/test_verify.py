@@ -34,6 +34,7 @@ def test_a_wrong_plan_fails_on_every_rank(wrong, case: str) -> None:
         ("packed rows treated as plain", "single_transformer_blocks.0"),
         ("bias added on every rank", "transformer_blocks.0"),
         ("gate and up exchanged", "transformer_blocks.0"),
+        ("norm over the local width", "blocks.0"),
     ],
 )
 def test_a_plan_that_runs_but_is_wrong_is_named_by_its_first_wrong_block(wrong, case, block) -> None:
@@ -48,6 +49,7 @@ def test_a_plan_that_runs_but_is_wrong_is_named_by_its_first_wrong_block(wrong, 
     ("case", "reason"),
     [
         ("col and row swapped", "shapes cannot be multiplied"),
+        ("rotary angles not cut", "must match the size of tensor b"),
         ("whole input of a row-wise layer", "takes its whole input of 192 features on every rank, got 96"),
     ],
 )
@@ -68,7 +70,7 @@ def test_the_command_passes_an_architecture_and_a_folder_and_fails_a_wrong_plan(
         "qwenimage21 (one timestep)",
         str(tmp_path),
     ]
-    assert figures["results"][2]["predicted"] == 6
+    assert figures["results"][2]["predicted"] == 7
     assert "transformer_blocks.1" in printed
     assert "the same on every rank" in printed
 
@@ -90,5 +92,12 @@ def test_the_command_passes_an_architecture_and_a_folder_and_fails_a_wrong_plan(
 def test_the_command_refuses_what_it_cannot_check(tmp_path, capsys) -> None:
     assert main(["verify", "flux2", "--tp", "3", "--devices", "cpu,cpu"]) == 1
     assert "--tp 3 needs 3 devices, but --devices names 2" in capsys.readouterr().err
-    assert main(["verify", str(tmp_path), "--plan", str(tmp_path / "none.json")]) == 1
+    plan = tmp_path / "plan.json"
+    assert main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
+    assert "plan.json cannot be read" in capsys.readouterr().err
+    plan.write_text("[]")
+    assert main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
+    assert "must be a JSON object that maps module names to styles" in capsys.readouterr().err
+    plan.write_text("{}")
+    assert main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
     assert "give its name as MODEL" in capsys.readouterr().err

@@ -80,16 +80,26 @@ class Architecture:
         return math.gcd(*counts) if counts else None
 
     def load_class(self) -> type:
-        """The diffusers model class. Raises `UnsupportedError` when the installed diffusers lacks it."""
+        """The diffusers model class. Raises `UnsupportedError` when the installed diffusers is too old for it."""
         import diffusers
 
         found = getattr(diffusers, self.model_class, None)
-        if found is None:
+        if found is None or _numbers(diffusers.__version__) < _numbers(self.minimum_diffusers):
             raise UnsupportedError(
                 f"{self.model_class} needs diffusers {self.minimum_diffusers} or newer; {diffusers.__version__} is "
                 f"installed."
             )
         return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "0.37.0.dev0" -> (0, 37, 0)."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
 
 
 def architecture_named(name: str) -> Architecture:

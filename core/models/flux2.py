@@ -432,7 +432,7 @@ def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, A
         "timestep": torch.tensor([0.7, 0.4]),
         "img_ids": image_ids(*image, "cpu"),
         "txt_ids": text_ids(text, "cpu"),
-        "guidance": torch.tensor([3.5, 2.0]) if config["guidance_embeds"] else None,
+        "guidance": torch.tensor([3.5, 2.0]) if config.get("guidance_embeds", True) else None,
     }
 
 
@@ -473,6 +473,7 @@ ARCHITECTURE = Architecture(
             "guidance_embeds": False,
         },
     },
+    minimum_diffusers="0.37.0",  # 0.36 hands modulations to its blocks in another form
     examples={"dev": SMALL, "klein": {**SMALL, "num_layers": 1, "guidance_embeds": False}},
     inputs=inputs,
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..local import LocalAttributes, SlicedOutput
 from ..norm import JointSums, RMSNormAcrossRanks
+from ..plan import WherePresent
 from ..ranks import Ranks
 from .architecture import Architecture
 
@@ -23,7 +24,7 @@ ATTENTION = {
     ".to_v": "colwise",
     ".norm_q": RMSNormAcrossRanks(),
     ".norm_k": RMSNormAcrossRanks(),
-    ".to_gate_logits": "colwise",  # one gate per head; None in models without them
+    ".to_gate_logits": WherePresent("colwise"),  # one gate per head, in models that have them
     ".to_out.0": "rowwise",
 }
 ATTENTIONS = ("attn1", "audio_attn1", "attn2", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
@@ -65,7 +66,7 @@ def merged(model: nn.Module) -> int:
 def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """Arguments of one forward: 2 frames of 3x2 video tokens, 5 audio tokens, 6 text tokens, batch 2."""
     frames, height, width, audio, text = 2, 3, 2, 5, 6
-    projected = config["use_prompt_embeddings"]
+    projected = config.get("use_prompt_embeddings", True)
     text_width = config["caption_channels"] if projected else config["cross_attention_dim"]
     audio_text_width = config["caption_channels"] if projected else config["audio_cross_attention_dim"]
     return {

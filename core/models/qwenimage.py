@@ -6,6 +6,7 @@ model gives its text stream another embedding in every block: there each text mo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,17 +57,21 @@ def merged(model: nn.Module) -> int:
 
 def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """Arguments of one forward: 4x3 image tokens (and a 2x3 reference where it is an edit model), padded text."""
-    shapes = [(1, 4, 3), (1, 2, 3)] if config["zero_cond_t"] else [(1, 4, 3)]
+    shapes = [(1, 4, 3), (1, 2, 3)] if config.get("zero_cond_t") else [(1, 4, 3)]
     image = sum(frames * height * width for frames, height, width in shapes)
     mask = torch.ones(2, 5, dtype=torch.bool)
     mask[1, 3:] = False
-    return {
+    made = {
         "hidden_states": torch.randn(2, image, config["in_channels"], generator=generator),
         "encoder_hidden_states": torch.randn(2, 5, config["joint_attention_dim"], generator=generator),
         "encoder_hidden_states_mask": mask,
         "timestep": torch.tensor([0.7, 0.4]),
         "img_shapes": [shapes, shapes],
     }
+    model_class: Any = ARCHITECTURE.load_class()
+    if "txt_seq_lens" in inspect.signature(model_class.forward).parameters:
+        made["txt_seq_lens"] = [5, 5]  # diffusers before 0.37 does not take them from the states
+    return made
 
 
 SMALL = {
