@@ -30,6 +30,8 @@ SIZE = 64
 KEEP = os.environ.get("COMFY_TP_WRITE_SCREENSHOTS") == "1"
 LARGEST_PICTURE = 200_000
 
+pytestmark = pytest.mark.timeout(600)  # three models are loaded onto ranks that start first
+
 
 def line_of(node: int) -> str:
     """JavaScript: the status line that a node shows, or null."""
@@ -126,7 +128,7 @@ def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
         graph,
         name="product-text-to-image",
         run=True,
-        timeout_s=280,
+        timeout_s=500,
         watch={"sampler": line_of(sampler), "loader": line_of(loader), "fit": FIT},
         evaluate={
             "saved": f"app.graph.serialize().nodes.find((n) => n.id === {sampler}).widgets_values.length",
@@ -164,7 +166,7 @@ def test_cancel_ends_the_run_and_the_line_comes_to_rest(browser, pipeline):
         name="product-cancel",
         run=True,
         cancel_at_progress=5,
-        timeout_s=280,
+        timeout_s=500,
         watch={"sampler": line_of(sampler)},
         evaluate={"line": line_of(sampler)},
     )
@@ -178,7 +180,7 @@ def test_a_stock_sampler_moves_the_line_of_the_loader(browser, pipeline):
     graph = small(workflow("stock_sampler"), steps=30)
     loader = node_id(graph, "TPLoadModel")
     seen = browser.open(
-        graph, name="product-stock", run=True, timeout_s=280, watch={"loader": line_of(loader), "fit": FIT}
+        graph, name="product-stock", run=True, timeout_s=500, watch={"loader": line_of(loader), "fit": FIT}
     )
     assert seen["run"]["outcome"] == "success", seen["run"]["error"]
     lines = [line for line in seen["run"]["watched"]["loader"] if line]
@@ -190,7 +192,7 @@ def test_an_edit_with_a_reference_runs_from_the_browser(browser, comfy, pipeline
     picture = io.BytesIO()
     Image.linear_gradient("L").resize((96, 96)).convert("RGB").save(picture, "PNG")
     graph = small(workflow("edit"), steps=12, image=comfy.upload_image(picture.getvalue(), "reference.png"))
-    seen = browser.open(graph, name="product-edit", run=True, timeout_s=280, watch={"fit": FIT})
+    seen = browser.open(graph, name="product-edit", run=True, timeout_s=500, watch={"fit": FIT})
     assert seen["run"]["outcome"] == "success", seen["run"]["error"]
     assert [image["width"] for image in seen["run"]["images"] if image["type"] == "SaveImage"] == [2 * SIZE]
     keep(seen["screenshots"][-1], "edit.png")

@@ -24,7 +24,7 @@ from random_pipeline import save_pipeline
 
 from comfy_tp.core.errors import ConfigError, InputError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("in_comfy")
+pytestmark = [pytest.mark.usefixtures("in_comfy"), pytest.mark.timeout(600)]
 
 NAME = "small-pipeline"
 PROMPT = "a red circle on a blue background"
