@@ -16,6 +16,8 @@ LOCALES = ROOT / "locales"
 HELP = ROOT / "comfy_tp_nodes" / "web" / "docs"
 STATUS_LINE = ROOT / "comfy_tp_nodes" / "web" / "status_line.js"
 LANGUAGES = ("en", "es", "ja", "zh")
+ROW = re.compile(r"^\| `\w+` \| .* \|$", re.M)
+WRITE = os.environ.get("COMFY_TP_WRITE_LOCALES") == "1"
 LONGEST_HELP = 6000  # characters: a page that nobody scrolls twice
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
@@ -46,7 +48,7 @@ def node_texts(language: str) -> dict[str, Any]:
 
 
 def test_the_english_texts_are_those_of_the_nodes():
-    if os.environ.get("COMFY_TP_WRITE_LOCALES") == "1":
+    if WRITE:
         text = json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
         (LOCALES / "en" / "nodeDefs.json").write_text(text, encoding="utf-8")
     assert node_texts("en") == english(), "write them with COMFY_TP_WRITE_LOCALES=1 and translate what is new"
@@ -96,15 +98,30 @@ def test_no_language_is_there_by_halves():
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_every_node_has_a_help_page_that_names_each_input(language):
-    for node_id, node in english().items():
+def test_every_node_has_a_help_page_with_its_inputs_in_the_language(language):
+    for node_id, node in node_texts(language).items():
         page = HELP / node_id / f"{language}.md"
+        if WRITE:
+            page.write_text(with_table(page.read_text(encoding="utf-8"), node), encoding="utf-8")
         text = page.read_text(encoding="utf-8")
-        missing = [name for name in node["inputs"] if f"`{name}`" not in text]
-        assert not missing, f"{page}: {missing}"
+        assert text.startswith(f"# {node['display_name']}\n"), page
+        assert ROW.findall(text) == [row(*one) for one in node["inputs"].items()], (
+            f"{page}: its table is not that of the node; write it with COMFY_TP_WRITE_LOCALES=1"
+        )
         assert len(text) <= LONGEST_HELP
-        rows = re.findall(r"^\| `(\w+)` \|", text, re.M)
-        assert rows == list(node["inputs"]), f"{page}: its table is not that of the node"
+
+
+def row(name: str, texts: dict[str, str]) -> str:
+    """The line of an input in a help page's table."""
+    return f"| `{name}` | {texts['tooltip']} |"
+
+
+def with_table(page: str, node: dict[str, Any]) -> str:
+    """The page with the rows of its table made anew."""
+    first = ROW.search(page)
+    assert first, page
+    rest = ROW.sub("\0", page[first.end() :]).replace("\0\n", "").replace("\n\0", "")
+    return page[: first.start()] + "\n".join(row(*one) for one in node["inputs"].items()) + rest
 
 
 def test_no_help_page_is_left_of_a_node_that_is_gone():
