@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from random_pipeline import save_pipeline
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
-from comfy_tp.core.errors import CheckpointError
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -97,10 +95,8 @@ def pipeline(comfy: ComfyServer) -> None:
     folder = comfy.models / "diffusers" / MODEL
     if folder.is_dir():
         return
-    try:
-        shutil.copytree(demo.small_pipeline(), folder)
-    except CheckpointError:
-        save_pipeline(folder)
+    with demo.demo_pipeline() as source:
+        shutil.copytree(source, folder)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
