@@ -83,7 +83,7 @@ class LowRank(Factors):
         return self.up.shape[1]
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> LowRank:
-        return LowRank(self.up.index_select(0, rows), self.down.index_select(1, columns))
+        return LowRank(_pick(self.up, 0, rows), _pick(self.down, 1, columns))
 
     def matrix(self, device: torch.device) -> torch.Tensor:
         return self.up.to(device, torch.float32) @ self.down.to(device, torch.float32)
@@ -100,7 +100,7 @@ class Dense(Factors):
         return self.whole.shape[0], self.whole.shape[1]
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Dense:
-        return Dense(self.whole.index_select(0, rows).index_select(1, columns))
+        return Dense(_pick(_pick(self.whole, 0, rows), 1, columns))
 
     def matrix(self, device: torch.device) -> torch.Tensor:
         return self.whole.to(device, torch.float32)
@@ -313,6 +313,17 @@ def _fitting(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(1)
+
+
+def _pick(tensor: torch.Tensor, dim: int, numbers: torch.Tensor) -> torch.Tensor:
+    """The slices `numbers` of `tensor` along `dim`, in storage of their own.
+
+    `numbers` rise, or fall back once where halves are exchanged; a single stretch is copied as such, which is faster.
+    """
+    count = len(numbers)
+    if count and int(numbers[-1]) - int(numbers[0]) == count - 1:
+        return tensor.narrow(dim, int(numbers[0]), count).clone(memory_format=torch.contiguous_format)
+    return tensor.index_select(dim, numbers)
 
 
 def _copy(factors: Factors) -> Factors:

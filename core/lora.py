@@ -238,11 +238,13 @@ class WeightPatches:
         dtype = self.state.compute_dtype if quant.is_fp8(weight) else weight.dtype
         downs, ups = [], []
         for factors, part, scale in _low_rank(name, patches):
-            down = factors.down.to(weight.device, torch.float32)
-            up = factors.up.to(weight.device, torch.float32) * scale
+            down = factors.down.to(weight.device, dtype)
+            up = factors.up.to(weight.device, torch.float32).mul(scale).to(dtype)
             downs.append(_spread(down, 1, part.columns, weight.shape[1]))
             ups.append(_spread(up, 0, part.rows, weight.shape[0]))
-        return SidePath(torch.cat(downs).to(dtype), torch.cat(ups, dim=1).to(dtype))
+        if len(downs) == 1:
+            return SidePath(downs[0], ups[0])
+        return SidePath(torch.cat(downs), torch.cat(ups, dim=1))
 
     def _merge(self, weights: dict[str, torch.Tensor], patch: PlacedPatch) -> None:
         """Apply `patch` to the float32 local matrices `weights` [rows, columns] of its parameters, in place."""

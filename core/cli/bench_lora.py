@@ -24,7 +24,7 @@ from ..remote import RemoteModel
 from .bench_load import CONFIG, make_checkpoint, warm
 
 MODES = ("merge", "side")
-WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 12, "joint_attention_dim": 6144}
+WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 16, "joint_attention_dim": 6144}
 TEXT_TOKENS = 16
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=5, help="steps and swaps that are timed (default 5)")
     parser.add_argument("--tokens", type=int, default=16, help="image tokens of a step (default 16)")
-    parser.add_argument("--heads", type=int, default=12, help="attention heads of 128 (12: 0.7 GB)")
+    parser.add_argument("--heads", type=int, default=16, help="attention heads of 128 (16: 1.2 GB)")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"
     )
