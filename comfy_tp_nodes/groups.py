@@ -1,21 +1,32 @@
-"""The rank groups of this ComfyUI: one per choice of devices, started on first use and kept between prompts."""
+"""The rank groups of this ComfyUI: one per choice of devices, started on first use and kept between prompts.
+
+Groups on other machines are not started here but connected to. Their token comes from a file that the server's owner
+names, never from a workflow; without it this ComfyUI connects nowhere.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from ..core.errors import ConfigError
 from ..core.group.client import RankGroup
+from ..core.group.secret import read_token
 
 log = logging.getLogger("comfy_tp.nodes")
+
+TOKEN_FILE = "COMFY_TP_TOKEN_FILE"
 
 Key = tuple[tuple[str, ...], str | None]
 
 _groups: dict[Key, RankGroup] = {}
-_lock = threading.RLock()
+_lock = threading.Lock()  # of the table alone: the status is read in other threads while ranks start
+_starting = threading.RLock()  # held while ranks start, so that one choice of devices gets one group
 
 
 def group_for(
@@ -26,8 +37,8 @@ def group_for(
     `poll` is called while the ranks start. Raises `RankError` when they do not start, and whatever `poll` raises.
     """
     key = (devices, backend)
-    with _lock:
-        group = _groups.get(key)
+    with _starting:
+        group = running().get(key)
         if group is not None and group.alive:
             return group
         if group is not None:
@@ -37,7 +48,38 @@ def group_for(
             "Starting %d rank%s on %s", len(devices), "s" if len(devices) > 1 else "", ", ".join(devices)
         )
         group = RankGroup.start(list(devices), backend=backend, poll=poll)
-        _groups[key] = group
+        with _lock:
+            _groups[key] = group
+        return group
+
+
+def connected(address: str) -> RankGroup:
+    """The group that runs at `address` ("tcp://HOST:PORT"); a lost connection is made anew.
+
+    Raises `ConfigError` where the owner has given no token, `RankError` where the group does not admit us.
+    """
+    key = ((address,), None)
+    with _starting:
+        group = running().get(key)
+        if group is not None and group.alive:
+            return group
+        named = os.environ.get(TOKEN_FILE, "").strip()
+        if not named:
+            raise ConfigError(
+                f"devices: the group at {address} asks for its token, and this ComfyUI has none. Start ComfyUI with "
+                f"{TOKEN_FILE}=FILE, where FILE is a copy of the token file of the group's first machine."
+            )
+        try:
+            token = read_token(Path(named).expanduser())
+        except ConfigError as error:
+            raise ConfigError(f"{TOKEN_FILE}: {error}") from None
+        if group is not None:
+            log.warning("Connecting to %s again: %s", address, _first_line(group.failure))
+            close_group(group)
+        group = RankGroup.connect(address, token)
+        log.info("Connected to %d ranks at %s", group.degree, address)
+        with _lock:
+            _groups[key] = group
         return group
 
 

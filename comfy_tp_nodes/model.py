@@ -152,5 +152,6 @@ def build_model(sharded: ShardedModel) -> ShardedFlux2:
             f"Load TP Model makes a MODEL of FLUX.2 only, not of {sharded.source.architecture.model_class}."
         )
     config = comfy.supported_models.Flux2(unet_config(sharded.source.config))
-    config.set_inference_dtype(getattr(torch, sharded.source.compute_dtype(sharded.dtype)), None)
+    dtype = sharded.source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
+    config.set_inference_dtype(getattr(torch, dtype), None)
     return ShardedFlux2(config, sharded)

@@ -63,12 +63,17 @@ class ModelSource:
             return self.values * DTYPE_BYTES[dtype]
         return sum(self.stored.values())
 
-    def compute_dtype(self, dtype: str) -> str:
-        """The dtype that the ranks compute in: the chosen one, or the one most of the file is stored in."""
+    def compute_dtype(self, dtype: str, device: str) -> str:
+        """The dtype that the ranks on `device` compute in: the chosen one, or the one most of the file is stored in.
+
+        A file that is fp8 throughout computes in bfloat16, on the CPU in float32.
+        """
         if dtype in ("float32", "bfloat16", "float16"):
             return dtype
         plain = {STORED[name]: size for name, size in self.stored.items() if name in STORED}
-        return max(plain, key=lambda name: plain[name]) if plain else "bfloat16"
+        if plain:
+            return max(plain, key=lambda name: plain[name])
+        return "float32" if device.startswith("cpu") else "bfloat16"
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -86,10 +91,12 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _sizes(entries: Iterable[TensorEntry]) -> tuple[dict[str, int], int]:
-    """Bytes by stored dtype, and the number of values."""
+    """Bytes by stored dtype, and the number of values; scalars are scales of fp8 weights and do not count."""
     stored: dict[str, int] = {}
     values = 0
     for entry in entries:
+        if not entry.shape:
+            continue
         stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
         values += math.prod(entry.shape)
     return stored, values
