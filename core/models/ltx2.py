@@ -69,6 +69,7 @@ def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, A
     projected = config.get("use_prompt_embeddings", True)
     text_width = config["caption_channels"] if projected else config["cross_attention_dim"]
     audio_text_width = config["caption_channels"] if projected else config["audio_cross_attention_dim"]
+    modulated = config.get("cross_attn_mod") or config.get("audio_cross_attn_mod")
     return {
         "hidden_states": torch.randn(2, frames * height * width, config["in_channels"], generator=generator),
         "audio_hidden_states": torch.randn(2, audio, config["audio_in_channels"], generator=generator),
@@ -76,7 +77,7 @@ def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, A
         "audio_encoder_hidden_states": torch.randn(2, text, audio_text_width, generator=generator),
         "timestep": torch.tensor([[700.0], [400.0]]).expand(2, frames * height * width),
         "audio_timestep": torch.tensor([700.0, 400.0]),
-        "sigma": torch.tensor([700.0, 400.0]),
+        **({"sigma": torch.tensor([700.0, 400.0])} if modulated else {}),
         "encoder_attention_mask": torch.tensor([[1.0] * 6, [1.0] * 4 + [0.0] * 2]),
         "num_frames": frames,
         "height": height,
