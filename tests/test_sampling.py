@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,11 +257,24 @@ def transformer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def remote(transformer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
-    """The same weights on two CPU ranks."""
-    folder = tmp_path_factory.mktemp("flux2")
-    transformer.save_pretrained(folder)
-    group = RankGroup.start(["cpu", "cpu"])
+def folder(transformer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights as a model folder."""
+    made = tmp_path_factory.mktemp("flux2")
+    transformer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def remote(folder: Path) -> Iterator[RemoteModel]:
+    """They on two CPU ranks."""
+    with on_ranks(folder, 2) as model:
+        yield model
+
+
+@contextmanager
+def on_ranks(folder: Path, degree: int) -> Iterator[RemoteModel]:
+    """The model in `folder` on a group of its own."""
+    group = RankGroup.start(["cpu"] * degree)
     try:
         yield RemoteModel.load(group, str(folder))
     finally:
@@ -270,10 +285,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "batch", "length"), [(5, 7, 1, 77), (4, 6, 2, 1), (8, 8, 1, 520)]
-)
-def test_four_steps_on_two_ranks_are_those_of_diffusers_pipeline(
+def assert_four_steps_are_the_pipelines(
     remote: RemoteModel, transformer: Any, height: int, width: int, batch: int, length: int
 ) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline
@@ -308,6 +320,21 @@ def test_four_steps_on_two_ranks_are_those_of_diffusers_pipeline(
     tokens = found.flatten(2).transpose(1, 2)
     assert float((tokens - expected).norm() / expected.norm()) < 1e-5
     assert float((tokens - noise.flatten(2).transpose(1, 2)).norm() / expected.norm()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "batch", "length"), [(5, 7, 1, 77), (4, 6, 2, 1), (8, 8, 1, 520)]
+)
+def test_four_steps_on_two_ranks_are_those_of_diffusers_pipeline(
+    remote: RemoteModel, transformer: Any, height: int, width: int, batch: int, length: int
+) -> None:
+    assert_four_steps_are_the_pipelines(remote, transformer, height, width, batch, length)
+
+
+def test_four_steps_on_four_ranks_are_those_of_diffusers_pipeline(folder: Path, transformer: Any) -> None:
+    with on_ranks(folder, 4) as model:
+        assert model.info.degree == 4
+        assert_four_steps_are_the_pipelines(model, transformer, 5, 7, 2, 77)
 
 
 def test_steps_arrive_with_previews_and_times(remote: RemoteModel) -> None:
