@@ -16,7 +16,7 @@ from ..core import text_encoder, vae
 from ..core.checkpoint.files import Checkpoint
 from ..core.errors import UnsupportedError
 from ..core.remote import RemoteModel
-from .devices import place
+from .devices import place, remote_address
 from .errors import comfy_errors
 from .patcher import POLICY, OnRanks, load_with_progress
 from .sharded import ShardedModel, sharded_model
@@ -34,7 +34,8 @@ def open_encoder(path: Path, degree: int, devices: str, dtype: str) -> ShardedMo
     heads = text_encoder.key_value_heads(checkpoint)
     own = comfy.model_management.get_torch_device()
     # A degree that does not divide the key/value heads is no error: each rank then holds the whole encoder.
-    placement = place(devices, degree, heads if degree == 0 else None, "the text encoder", own)
+    free = degree == 0 and remote_address(devices) is None
+    placement = place(devices, degree, heads if free else None, "the text encoder", own)
     opened = text_encoder.open_text_encoder(checkpoint, placement.degree)
     log.info("Load TP CLIP: %s, %s", path, placement.reason)
     return _shown(

@@ -9,17 +9,23 @@ import torch
 
 from ..core.errors import ConfigError
 from ..core.plan import check_heads, legal_degrees
+from . import groups
 
 MOST_CPU_RANKS = 8
+ELSEWHERE = "tcp://"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One device per rank. `backend` None leaves the choice to the group; `reason` is for the log."""
+    """One device per rank. `backend` None leaves the choice to the group; `reason` is for the log.
+
+    With an `address` the ranks run elsewhere, and `devices` are the group's own names for them ("cuda:0@host").
+    """
 
     devices: tuple[str, ...]
     backend: str | None
     reason: str
+    address: str | None = None
 
     @property
     def degree(self) -> int:
@@ -76,7 +82,12 @@ def place(text: str, degree: int, heads: int | None, model: str, comfy_device: t
 
     Degree 0 takes the largest legal degree that the devices allow; on the CPU it means 1. Raises `ConfigError` for
     more ranks than devices, `PlanError` for a degree that does not divide the heads.
+
+    "tcp://HOST:PORT" connects to the group there, whose size is the degree. Raises `RankError` where that fails.
     """
+    address = remote_address(text)
+    if address is not None:
+        return _elsewhere(address, degree, heads, model)
     devices = parse(text, comfy_device)
     on_cpu = devices[0] == "cpu"
     if degree == 0:
@@ -97,6 +108,34 @@ def place(text: str, degree: int, heads: int | None, model: str, comfy_device: t
     check_heads(heads, degree, model)
     chosen = tuple(devices[:degree])
     return Placement(chosen, _backend(chosen), f"degree {degree} as set, on {', '.join(chosen)}")
+
+
+def remote_address(text: str) -> str | None:
+    """The address of a group on other machines ("tcp://HOST:PORT"), or None where the input names devices.
+
+    Raises `ConfigError` for an address that is none.
+    """
+    text = text.strip()
+    if "//" not in text:
+        return None
+    host, colon, port = text[len(ELSEWHERE) :].rpartition(":")
+    if not text.lower().startswith(ELSEWHERE) or not colon or not host or not port.isdigit():
+        raise ConfigError(
+            f"devices: '{text}' is no address. Write tcp://HOST:PORT, as `comfy-tp ranks` prints it."
+        )
+    return ELSEWHERE + text[len(ELSEWHERE) :].lower()
+
+
+def _elsewhere(address: str, degree: int, heads: int | None, model: str) -> Placement:
+    group = groups.connected(address)
+    if degree not in (0, group.degree):
+        raise ConfigError(
+            f"degree {degree} was chosen, but the group at {address} has {group.degree} "
+            f"rank{'s' if group.degree > 1 else ''}. Set degree to {group.degree} or 0."
+        )
+    check_heads(heads, group.degree, model)
+    chosen = tuple(group.devices)
+    return Placement(chosen, None, f"degree {len(chosen)} on {', '.join(chosen)}, at {address}", address)
 
 
 def _largest(devices: Sequence[str], heads: int | None, on_cpu: bool) -> Placement:

@@ -220,13 +220,15 @@ def load_with_progress(sharded: ShardedModel) -> None:
 
 
 def make_patcher(model: Any, policy: str) -> ShardedPatcher:
-    """A MODEL for `model`, with a stub for each device of its ranks that is not ComfyUI's own."""
+    """A MODEL for `model`, with a stub for each device of its ranks on this machine that is not ComfyUI's own."""
     own = comfy.model_management.get_torch_device()
     offload = torch.device("cpu")
     patcher = ShardedPatcher(model, own, offload)
     patcher.model_options[POLICY] = policy
     stubs = []
-    for name in sorted(set(model.sharded.placement.devices) - {str(own)}):
+    placement = model.sharded.placement
+    here = placement.devices if placement.address is None else ()
+    for name in sorted(set(here) - {str(own)}):
         device = torch.device(name)
         if device.type == "cpu":
             continue

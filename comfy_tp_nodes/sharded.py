@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import RankError
+from ..core.errors import ConfigError, RankError
+from ..core.group.client import RankGroup
 from ..core.remote import ModelInfo, RemoteModel
 from . import groups
 from .devices import Placement
@@ -35,6 +36,7 @@ class ModelKey:
     dtype: str
     devices: tuple[str, ...]
     backend: str | None
+    address: str | None = None
 
 
 class ShardedModel:
@@ -77,7 +79,7 @@ class ShardedModel:
                 return self.remote
             started = time.perf_counter()
             self.line.starting()
-            group = groups.group_for(self.placement.devices, self.placement.backend, poll=poll)
+            group = self._group(poll)
             for note in group.notes:
                 log.warning("%s", note)
             self.remote = RemoteModel.load(
@@ -104,6 +106,19 @@ class ShardedModel:
                 time.perf_counter() - started,
             )
             return self.remote
+
+    def _group(self, poll: Poll | None) -> RankGroup:
+        """The ranks the model belongs on, started or connected to where they are not."""
+        address = self.placement.address
+        if address is None:
+            return groups.group_for(self.placement.devices, self.placement.backend, poll=poll)
+        group = groups.connected(address)
+        if group.degree != self.placement.degree:
+            raise ConfigError(
+                f"The group at {address} has {group.degree} ranks now, and had {self.placement.degree} when "
+                f"{os.path.basename(self.source.path)} was loaded. Set degree to {group.degree} in the loader node."
+            )
+        return group
 
     def _told(self, on_progress: Progress | None) -> Progress:
         """`on_progress`, with the status line told first."""
@@ -148,7 +163,12 @@ class ShardedModel:
             return freed
 
     def make_room(self, policy: str) -> None:
-        """Leave the devices, as `policy` says: parked in host memory, or freed."""
+        """Leave the devices, as `policy` says: parked in host memory, or freed.
+
+        Shards on other machines stay: they take no room on this one.
+        """
+        if self.placement.address is not None:
+            return
         if policy == PARK and self.park() > 0:
             log.info("Parked the shards of %s in host memory", os.path.basename(self.source.path))
             return
@@ -213,7 +233,7 @@ _table_lock = threading.RLock()
 
 def sharded_model(source: ModelSource, placement: Placement, dtype: str) -> ShardedModel:
     """The model of these files on these ranks: the known one, or a new one that is not loaded yet."""
-    key = ModelKey(source.fingerprint, dtype, placement.devices, placement.backend)
+    key = ModelKey(source.fingerprint, dtype, placement.devices, placement.backend, placement.address)
     with _table_lock:
         found = _table.get(key)
         if found is None:

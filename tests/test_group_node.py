@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from group_processes import COMMANDS, running, still_running
+from torchrun_nodes import Nodes
 
 from comfy_tp.core.errors import Cancelled, ConfigError, RankError
 from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.node import read_token, tcp_listener
+from comfy_tp.core.group.node import tcp_listener
+from comfy_tp.core.group.secret import make_token, read_token
 
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-class Cluster:
-    """Two nodes with a rank each, every node a torchrun of its own."""
-
-    def __init__(self, folder: Path):
-        self.address = f"127.0.0.1:{free_port()}"
-        self.token_file = folder / "token"
-        rendezvous = f"127.0.0.1:{free_port()}"
-        options = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1"]
-        rank = ["-m", "comfy_tp.core.group.node", "--listen", self.address, "--device", "cpu", *options]
-        self.nodes = []
-        for number in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-            command += [f"--node-rank={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
-            command += ["--rdzv-id=test", *rank, "--token-file", str(self.token_file), "--commands", COMMANDS]
-            log = open(folder / f"node{number}.log", "w")
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.nodes.append(
-                subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-            )
-            log.close()
-        self.folder = folder
-
-    def connect(self, seconds: float = 120) -> RankGroup:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return RankGroup.connect(self.address, self.token_file.read_text().strip())
-            except (RankError, OSError):
-                logs = "".join(path.read_text() for path in self.folder.glob("*.log"))
-                assert time.monotonic() < deadline, logs
-                time.sleep(0.2)
-
-    def end(self) -> None:
-        for node in self.nodes:
-            node.terminate()
-        for node in self.nodes:
-            try:
-                node.wait(15)
-            except subprocess.TimeoutExpired:
-                node.kill()
-                node.wait(5)
+OPTIONS = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1", "--commands", COMMANDS]
 
 
 @pytest.fixture
 def cluster(tmp_path):
-    made = Cluster(tmp_path)
+    made = Nodes(tmp_path, options=OPTIONS)
     yield made
     made.end()
 
@@ -104,8 +55,7 @@ def test_ranks_on_two_nodes_serve_one_client_after_another_and_the_loss_of_a_nod
     assert all(running(pid) for pid in pids)
 
     # Node 1 is lost with its rank.
-    os.killpg(cluster.nodes[1].pid, signal.SIGKILL)
-    os.kill(pids[1], signal.SIGKILL)
+    cluster.kill_node(1, [pids[1]])
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         for _ in range(100):
@@ -151,8 +101,12 @@ def test_a_stopped_rank_0_is_noticed_by_the_client(cluster):
 
 def test_a_token_file_is_made_private_and_refused_when_it_is_not(tmp_path):
     path = tmp_path / "token"
+    with pytest.raises(ConfigError, match="the token file .*token cannot be read: No such file"):
+        read_token(path)
+    make_token(path)
     token = read_token(path)
     assert len(token) == 64 and path.stat().st_mode & 0o777 == 0o600
+    make_token(path)
     assert read_token(path) == token
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="others may read the token file .*chmod 600"):

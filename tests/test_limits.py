@@ -67,9 +67,11 @@ def lines(**changes) -> argparse.Namespace:
 def test_the_lines_for_several_machines_name_the_module_and_the_address():
     status, figures = ranks.run(lines())
     assert status == 0
-    assert "--nnodes=2 --nproc-per-node=4" in figures["line"]
-    assert "--rdzv-endpoint=10.1.2.3:29400" in figures["line"]
-    assert "comfy_tp.core.group.node --listen 10.1.2.3:29500 --token-file t" in figures["line"]
+    first, second = figures["lines"]
+    assert first.startswith("torchrun --nnodes=2 --node-rank=0 --nproc-per-node=4 ")
+    assert "--master-addr=10.1.2.3 --master-port=29400" in first
+    assert "comfy_tp.core.group.node --listen 10.1.2.3:29500 --token-file t" in first
+    assert second == first.replace("--node-rank=0", "--node-rank=1")
     assert figures["devices"] == "tcp://10.1.2.3:29500"
     assert figures["degree"] == 8
 

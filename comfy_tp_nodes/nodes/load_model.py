@@ -55,7 +55,10 @@ class LoadTPModel(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="auto",
-                    tooltip="auto, cpu, or a list such as cuda:0,cuda:1. One rank runs on each.",
+                    tooltip=(
+                        "auto, cpu, or a list such as cuda:0,cuda:1: one rank runs on each. tcp://HOST:PORT takes ranks "
+                        "on other machines."
+                    ),
                 ),
                 io.Combo.Input(
                     "dtype",

@@ -37,7 +37,7 @@ def component_inputs(
         io.String.Input(
             "devices",
             default="auto",
-            tooltip="auto, cpu, or a list such as cuda:0,cuda:1. The same as the model's shares its ranks.",
+            tooltip="auto, cpu, a list such as cuda:0,cuda:1, or tcp://HOST:PORT. The same as the model's shares its ranks.",
         ),
         io.Combo.Input(
             "dtype",

@@ -47,8 +47,8 @@ def status_text() -> str:
     """The state of all groups and models, some lines of text."""
     models = known_models()
     lines = []
-    for (devices, _backend), group in groups.running().items():
-        lines.append(f"Ranks: {len(devices)} on {', '.join(devices)}")
+    for group in groups.running().values():
+        lines.append(f"Ranks: {group.degree} on {', '.join(group.devices)}")
         try:
             status = group.status()
         except RankError as error:

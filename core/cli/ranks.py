@@ -33,33 +33,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the lines."""
+    """Print the lines, one for every machine."""
     if args.nodes < 1 or args.per_node < 1:
         raise ConfigError(f"--nodes and --per-node must be at least 1, got {args.nodes} and {args.per_node}.")
     address = f"{args.host}:{args.port}"
-    line = torchrun_line(args, address)
+    lines = [torchrun_line(args, address, number) for number in range(args.nodes)]
     degree = args.nodes * args.per_node
+    print("Start one line on each machine, within a few minutes of each other.")
+    print("Trusted network only: torchrun's store and the ranks' own connections ask for no password.")
+    for number, line in enumerate(lines):
+        print(f"\nOn {args.host if number == 0 else f'machine {number + 1}'}:\n\n  {line}")
     print(
-        f"On each of the {args.nodes} machines (trusted network only: torchrun's store asks for no password):\n"
+        "\nWhere a machine has several networks, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of "
+        "this one."
     )
-    print(f"  {line}\n")
-    print(
-        "The first machine makes the token file when there is none; copy it to the machine that runs ComfyUI."
-    )
+    print(f"{args.host} makes the token file when there is none. Copy it to the machine that runs ComfyUI.")
     print(f"There, start ComfyUI with COMFY_TP_TOKEN_FILE={args.token_file} and set in Load TP Model:\n")
     print(f"  devices: tcp://{address}")
     print(f"  degree:  {degree} (or 0)")
-    return 0, {"line": line, "devices": f"tcp://{address}", "degree": degree, "token_file": args.token_file}
+    print("\nAll machines, that one too, hold the model files at the same path.")
+    return 0, {
+        "lines": lines,
+        "devices": f"tcp://{address}",
+        "degree": degree,
+        "token_file": args.token_file,
+    }
 
 
-def torchrun_line(args: argparse.Namespace, address: str) -> str:
-    """The command for every machine; from a folder that is not installed it names the entry script."""
+def torchrun_line(args: argparse.Namespace, address: str, number: int) -> str:
+    """The command for machine `number`, 0 being the first; without an installed package it names the entry script.
+
+    The static rendezvous puts rank 0, which listens for ComfyUI, on the first machine, and needs no host names.
+    """
     words = [
         "torchrun",
         f"--nnodes={args.nodes}",
+        f"--node-rank={number}",
         f"--nproc-per-node={args.per_node}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={args.host}:{args.rendezvous_port}",
+        f"--master-addr={args.host}",
+        f"--master-port={args.rendezvous_port}",
     ]
     if sys.modules.get("comfy_tp") is not None:
         words += ["-m", "comfy_tp.core.group.node"]

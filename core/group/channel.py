@@ -307,7 +307,7 @@ class Channel:
         limit = STRANGER_HEADER_LIMIT if stranger else HEADER_LIMIT
         if header_bytes > limit:
             raise ChannelError(f"a header of {header_bytes} bytes; the limit is {limit}")
-        if payload_bytes and stranger:
+        if payload_bytes and (stranger or self._deadline is not None):
             raise ChannelError("a payload before the handshake")
         raw = bytearray(header_bytes)
         self._fill(memoryview(raw))

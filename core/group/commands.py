@@ -7,6 +7,8 @@ A command is `f(context, header, tensors) -> (header, tensors)`; what rank 0 ret
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 import time
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from .. import text_encoder, vae
 from ..checkpoint.files import Checkpoint, resolve_source
 from ..config import TensorParallelConfig
-from ..errors import ConfigError, InputError
+from ..errors import CheckpointError, ConfigError, InputError
 from ..loading import DTYPES, open_model
 from ..lora_wire import read_patches
 from ..models import architecture_named
@@ -37,6 +39,11 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
     ranks = Ranks(context.rank, context.degree, context.device, context.data_group)
     dtype = _dtype(header["dtype"])
     named = header.get("architecture")
+    if os.path.isabs(header["source"]) and not os.path.exists(header["source"]):
+        raise CheckpointError(
+            f"No such model: rank {context.rank} finds no '{header['source']}' on the machine {socket.gethostname()}. "
+            "Every machine of a group opens a model at the same path: put the files there, or share their folder."
+        )
     location = resolve_source(header["source"], subfolder=header.get("subfolder"))
     checkpoint = Checkpoint.open(location)
     if header["kind"] == "text_encoder":

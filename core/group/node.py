@@ -1,6 +1,6 @@
 """One rank of a group over several machines, started by torchrun on each of them::
 
-    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST0:29400 \\
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=HOST0 --master-port=29400 \\
         -m comfy_tp.core.group.node --listen HOST0:29500 --token-file ranks.token
 
 (from a folder under custom_nodes: ``.../core/group/launch.py "comfy_tp node" --listen ...``). Rank 0 listens; the
@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -37,6 +36,7 @@ from .judge import Judge
 from .port import ClientPort
 from .pulse import PulseFile, RankPulse
 from .rank import CommandLoop, PeerLost, RankContext, join_group, load_commands, open_device, self_test
+from .secret import make_token, read_token
 
 log = logging.getLogger("comfy_tp.node")
 
@@ -61,25 +61,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--collective-timeout", type=float, default=1800.0, metavar="S")
     made.add_argument("--keepalive", type=float, default=30.0, metavar="S")
     return made
-
-
-def read_token(path: Path) -> str:
-    """The token in a file; a file that is not there is made, readable by its owner alone.
-
-    Raises ConfigError for a token that is short, or a file that others may read.
-    """
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        log.info("made a token in %s", path)
-    except FileExistsError:
-        pass
-    token = path.read_text().strip()
-    if len(token) < 32:
-        raise ConfigError(f"the token in {path} has {len(token)} characters; at least 32 are needed")
-    if path.stat().st_mode & 0o077:
-        raise ConfigError(f"others may read the token file {path}; run: chmod 600 {path}")
-    return token
 
 
 def tcp_listener(address: str) -> socket.socket:
@@ -218,6 +199,7 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
     backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
     listener = None
     if rank == 0:
+        make_token(options.token_file)
         token = read_token(options.token_file)
         listener = tcp_listener(options.listen)
     store, _, _ = next(dist.rendezvous("env://", rank, degree))

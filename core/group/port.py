@@ -106,6 +106,12 @@ class ClientPort:
             if self._client is not None:
                 self._client.channel.close()
 
+    @property
+    def has_client(self) -> bool:
+        """Whether a client is connected."""
+        with self._lock:
+            return self._client is not None and not self._client.channel.closed
+
     def next_order(self, timeout: float) -> Order | None:
         """The next command, or None after `timeout` seconds."""
         try:

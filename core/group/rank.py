@@ -42,7 +42,7 @@ from . import channel as wire
 from . import pulse as life
 from .arena import Arena
 from .failure import choose, describe, out_of_memory
-from .port import ClientPort, Order
+from .port import Client, ClientPort, Order
 from .pulse import PulseFile, RankPulse
 
 log = logging.getLogger("comfy_tp.rank")
@@ -51,7 +51,7 @@ Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequen
 
 # Ordered so that the largest and the smallest of all ranks' words tell everything.
 _GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
-_NOTHING, _COMMAND = 0, 1
+_NOTHING, _COMMAND, _FORGET = 0, 1, 2
 GROUP_ENDS = 0
 _BLOCK = 4096
 _BLOCK_HEAD = struct.Struct("<QQQQQ")
@@ -280,6 +280,7 @@ class CommandLoop:
         self.on_raised = on_raised
         self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
         self._count = 0
+        self._client: Client | None = None
 
     def cancel(self, request: int) -> None:
         """The client cancels: rank 0's reader calls this at once, whatever the main thread does."""
@@ -306,9 +307,17 @@ class CommandLoop:
         order = port.next_order(self.keepalive)
         context = self.context
         if order is None:
+            if context.models and not port.has_client:
+                self._forget_models()
+                return
             self._write_block(_NOTHING, 0, b"", 0, 0)
             context._collective(dist.broadcast, self._block, 0)
             return
+        if order.client is not self._client:
+            # A new client knows nothing of what the one before it left on the ranks.
+            if context.models:
+                self._forget_models()
+            self._client = order.client
         frame = order.frame
         if not order.client.wants(frame.request):
             error = describe(Cancelled("The command was cancelled before it began."), 0, str(context.device))
@@ -346,6 +355,9 @@ class CommandLoop:
         kind, count, header_bytes, payload_bytes, stored = _BLOCK_HEAD.unpack_from(block)
         if kind == _NOTHING:
             return
+        if kind == _FORGET:
+            self._forget()
+            return
         raw = block[_BLOCK_HEAD.size : _BLOCK_HEAD.size + header_bytes]
         if len(raw) < header_bytes:
             rest = torch.empty(header_bytes - len(raw), dtype=torch.uint8)
@@ -361,6 +373,18 @@ class CommandLoop:
         context._pulse.begin(count, name)
         self._execute(name, header, wire.tensors_of(layout, payload))
         context._pulse.set_state(life.IDLE)
+
+    def _forget_models(self) -> None:
+        log.info("the client left; forgetting %d models", len(self.context.models))
+        self._write_block(_FORGET, 0, b"", 0, 0)
+        self.context._collective(dist.broadcast, self._block, 0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.context.models.clear()
+        gc.collect()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _write_block(self, kind: int, count: int, raw: bytes, payload_bytes: int, stored: int) -> None:
         head = _BLOCK_HEAD.pack(kind, count, len(raw), payload_bytes, stored)
