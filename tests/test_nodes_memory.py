@@ -63,6 +63,13 @@ def test_every_byte_is_read_once_over_all_ranks(folder):
     assert max(info.resident_bytes) < weights * 0.6
 
 
+@pytest.mark.parametrize("dtype", ["default", "bfloat16", "float8_e4m3fn"])
+def test_comfyui_casts_to_the_dtype_that_the_ranks_compute_in(dtype):
+    model = load_tp(NAME, dtype=dtype)
+    assert model.model_dtype() == getattr(torch, model.sharded.info.dtype)
+    model.sharded.unload()
+
+
 def test_unload_all_models_frees_the_ranks_and_the_next_run_reads_again():
     import comfy.model_management as management
 
@@ -105,23 +112,42 @@ def test_no_reference_cycle_keeps_a_model_alive():
         gc.enable()
 
 
+class HandTimer:
+    """A `threading.Timer` that the test lets run out."""
+
+    made: list[HandTimer] = []
+
+    def __init__(self, seconds: float, function):
+        self.seconds, self.function = seconds, function
+        self.waiting = False
+        HandTimer.made.append(self)
+
+    def start(self) -> None:
+        self.waiting = True
+
+    def cancel(self) -> None:
+        self.waiting = False
+
+
 def test_an_unused_model_waits_and_is_then_freed(monkeypatch):
     from comfy_tp.comfy_tp_nodes import sharded as module
 
     tp_model()  # keeps the ranks
-    monkeypatch.setattr(module, "IDLE_SECONDS", 3.0)
+    monkeypatch.setattr(module.threading, "Timer", HandTimer)
+    monkeypatch.setattr(HandTimer, "made", [])
     model = load_tp(NAME)
-    sharded = model.sharded
-    remote = sharded.remote
+    sharded, remote = model.sharded, model.sharded.remote
     del model
-    gc.collect()
+    (timer,) = HandTimer.made
+    assert timer.waiting and timer.seconds == module.IDLE_SECONDS
     assert sharded.loaded
-    again = load_tp(NAME)
-    time.sleep(3.5)
-    assert sharded.remote is remote and sharded.loaded  # it was taken up again in time
+    again = load_tp(NAME)  # taken up again in time
+    assert not timer.waiting
+    timer.function()  # as if it had run out at the same moment
+    assert sharded.remote is remote and sharded.loaded
     del again
-    gc.collect()
-    wait_until(lambda: not sharded.loaded)
+    HandTimer.made[-1].function()
+    assert not sharded.loaded
     assert sharded not in module.known_models()
     assert remote.group.alive  # another model is on it
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from comfy_inprocess import (
+    bfl_state,
     conditioning,
     in_comfy,  # noqa: F401  a fixture
     ksampler,
     latent,
+    load_tp,
     native,
+    native_model,
     relative_error,
+    save_small_model,
+    small_model,
     tp_model,
 )
 
@@ -240,3 +245,23 @@ def test_conditionings_and_references_cross_to_the_ranks_once():
     assert [command for command, _ in sent].count("forward") == 6
     # The latent of both conds, and the timestep and guidance of each.
     assert {numbers for command, numbers in sent if command == "forward"} == {2 * 128 * 16 + 4}
+
+
+def test_a_single_file_gives_the_image_of_its_folder(in_comfy):  # noqa: F811
+    from safetensors.torch import save_file
+
+    save_file(bfl_state(small_model()), in_comfy / "models/diffusion_models/single.safetensors")
+    single = load_tp("single.safetensors")
+    assert single.sharded.info.layout == "FLUX.2 single file"
+    found = ksampler(single, conditioning(), conditioning(), latent())
+    assert torch.equal(found, ksampler(tp_model(), conditioning(), conditioning(), latent()))
+
+
+def test_two_models_on_the_same_ranks_are_not_mixed_up(in_comfy):  # noqa: F811
+    folder = save_small_model(in_comfy / "models/diffusion_models/second-flux2", seed=31, num_layers=1)
+    second = load_tp("second-flux2")
+    assert second.sharded.remote.group is tp_model().sharded.remote.group
+    pairs = [(tp_model(), native()), (second, native_model(folder))] * 2
+    for found, expected in pairs:
+        images = [ksampler(model, conditioning(), conditioning(), latent()) for model in (found, expected)]
+        assert relative_error(*images) <= TOLERANCE
