@@ -72,7 +72,7 @@ def test_two_ranks_of_its_own_paint_the_picture_of_one(pipeline, alone, tmp_path
     assert difference(output, alone) <= 1
 
 
-def test_the_documented_script_runs_under_torchrun(pipeline, alone, tmp_path):
+def test_R8_the_documented_script_runs_under_torchrun(pipeline, alone, tmp_path):
     output = tmp_path / "torchrun.png"
     script = Path(__file__).with_name("tensor_parallel_flux2.py")
     torchrun = [
