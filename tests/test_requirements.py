@@ -1,6 +1,6 @@
 """Every sentence of the tensor-parallelism page as a behaviour: R1 to R37.
 
-R8 (started by torchrun) and the timings of R10 and R11 have tests and a bench of their own; here is what they rest on.
+R8 is in test_generate, the timings of R10 and R11 are in `comfy-tp bench load`; here is what they rest on.
 """
 
 from __future__ import annotations
