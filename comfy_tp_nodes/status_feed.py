@@ -17,7 +17,6 @@ from comfy_execution.utils import get_executing_context
 
 EVENT = "comfy_tp.status"
 INTERVAL_S = 0.25  # at most four messages a second and model
-SAME_SIGMA = 1e-4  # below the distance of neighbouring sigmas, above what bfloat16 timesteps are off
 
 
 def executing_node() -> str | None:
@@ -88,9 +87,9 @@ class StatusLine:
         if sigmas is not self._sigmas:
             self._sigmas = sigmas
             self._begun = time.perf_counter() - (seconds or 0.0)
-        # The step that this call belongs to: as many levels of the schedule lie above its own.
+        # The step that this call belongs to: that of the nearest level of the schedule.
         levels = sigmas[:-1].detach().float().cpu()
-        done = int((levels > float(now.flatten()[0]) + SAME_SIGMA).sum())
+        done = int((levels - float(now.flatten()[0])).abs().argmin())
         steps = len(levels)
         elapsed = time.perf_counter() - self._begun
         left = elapsed / (done + 1) * (steps - done - 1)

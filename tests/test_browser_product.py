@@ -24,6 +24,10 @@ IMAGES = ROOT / "docs" / "images"
 MODEL = "browser-flux2"
 LOADERS = {"UNETLoader": "TPLoadModel", "CLIPLoader": "TPLoadCLIP", "VAELoader": "TPLoadVAE"}
 SIZE = 64
+FRONTENDS_OWN = (
+    "fetching file size",  # it asks the models' hosts, which tests cannot reach
+    "cleanup event listeners for graph that was never set up",  # when one workflow follows another quickly
+)
 # A run is kept as a picture for the README with COMFY_TP_WRITE_SCREENSHOTS=1.
 KEEP = os.environ.get("COMFY_TP_WRITE_SCREENSHOTS") == "1"
 LARGEST_PICTURE = 200_000
@@ -43,6 +47,7 @@ FIT = """(() => {
   const bottom = Math.max(...nodes.map((n) => n.pos[1] + n.size[1]))
   ds.scale = Math.min(1480 / (right - left), 780 / (bottom - top), 1.2)
   ds.offset = [85 / ds.scale - left, 140 / ds.scale - top]
+  app.canvas.min_font_size_for_lod = 0
   app.canvas.setDirty(true, true)
   app.extensionManager.setting.set('Comfy.Minimap.Visible', false)
   return null
@@ -64,12 +69,13 @@ def small(workflow: Mapping[str, Any], *, steps: int, image: str | None = None) 
     for node in made["nodes"]:
         node["type"] = kind = LOADERS.get(node["type"], node["type"])
         node.get("properties", {}).pop("models", None)
+        # The pack's loaders are taller than the stock ones, and grow by the status line.
+        lower = {"TPLoadCLIP": 30, "TPLoadVAE": 130, "LoadImage": 250}.get(kind, 0)
+        node["pos"] = [node["pos"][0], node["pos"][1] + lower]
         if kind in LOADERS.values():
             node["widgets_values"] = [MODEL, 2, "cpu", "float32", "keep"]
             node["properties"] = {"Node name for S&R": kind}
             node["inputs"] = []
-            if kind == "TPLoadVAE":
-                node["pos"] = [node["pos"][0], node["pos"][1] + 100]  # below a node taller than the stock one
         elif kind == "TPSampler":
             node["widgets_values"][:2] = [seed, "fixed"]
         elif kind in changed:
@@ -83,6 +89,11 @@ def workflow(word: str) -> dict[str, Any]:
     """The workflow whose file name holds `word`."""
     (path,) = [path for path in WORKFLOWS if word in path.stem]
     return json.loads(path.read_text())
+
+
+def errors(seen: Mapping[str, Any]) -> list[str]:
+    """Errors in the page's console, without what the frontend itself says."""
+    return [text for text in seen["consoleErrors"] if not any(own in text for own in FRONTENDS_OWN)]
 
 
 def node_id(of: Mapping[str, Any], kind: str) -> int:
@@ -104,8 +115,7 @@ def test_a_workflow_opens_without_a_missing_node(browser, path: Path):
     seen = browser.open(path)
     assert seen["missingNodeTypes"] == []
     assert seen["validationErrors"] == []
-    # The frontend asks the models' hosts for the sizes of files that are missing here.
-    assert [text for text in seen["consoleErrors"] if "fetching file size" not in text] == []
+    assert errors(seen) == []
     assert seen["apiPrompt"]
 
 
@@ -117,7 +127,7 @@ def test_a_workflow_has_a_thumbnail_for_the_template_browser(path: Path):
 
 
 def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
-    steps = 40
+    steps = 150
     graph = small(workflow("text_to_image_tp"), steps=steps)
     loader, sampler = node_id(graph, "TPLoadModel"), node_id(graph, "TPSampler")
     seen = browser.open(
@@ -128,10 +138,12 @@ def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
         watch={"sampler": line_of(sampler), "loader": line_of(loader), "fit": FIT},
         evaluate={
             "saved": f"app.graph.serialize().nodes.find((n) => n.id === {sampler}).widgets_values.length",
+            "height": f"app.graph.getNodeById({sampler}).widgets.find((w) => w.name === 'tp_status')"
+            ".element.getBoundingClientRect().height",
             "sent": f"app.graphToPrompt().then((p) => Object.keys(p.output['{sampler}'].inputs))",
         },
     )
-    assert seen["missingNodeTypes"] == [] and seen["consoleErrors"] == []
+    assert seen["missingNodeTypes"] == [] and errors(seen) == []
     run = seen["run"]
     assert run["outcome"] == "success", run["error"]
     shown = [entry for entry in run["progress"] if entry["node"] == str(sampler)]
@@ -147,6 +159,7 @@ def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
     assert all(line.startswith("2 ranks · ") and " each · step " in line for line in moving)
     assert f"{steps} steps in " in lines[-1]
     assert run["watched"]["loader"][-1] == lines[-1]
+    assert seen["evaluated"]["height"] >= 8, "the line cannot be seen"
     # The line is neither saved nor sent.
     node = next(node for node in graph["nodes"] if node["id"] == sampler)
     assert seen["evaluated"]["saved"] == len(node["widgets_values"])

@@ -8,7 +8,7 @@ import { app } from '../../scripts/app.js'
 
 const EVENT = 'comfy_tp.status'
 const WIDGET = 'tp_status'
-const HEIGHT = 22
+const HEIGHT = 24
 const OURS = /^TP[A-Z]/
 
 const WORDS = {
@@ -87,9 +87,11 @@ function text(line, resting = false) {
     parts.push(say.loading(percent, line.gb_per_second.toFixed(2)))
   }
   if (line.phase === 'sampling') {
-    if (line.step === line.steps) parts.push(say.done(line.steps, duration(line.seconds)))
+    const finished = line.step === line.steps
+    if (finished) parts.push(say.done(line.steps, duration(line.seconds)))
     else parts.push(say.step(line.step, line.steps))
-    if (line.step_seconds) parts.push(say.perStep(line.step_seconds.toPrecision(2)))
+    const seconds = finished ? line.seconds / line.steps : line.step_seconds
+    if (seconds) parts.push(say.perStep(seconds.toPrecision(2)))
     if (line.step && line.step < line.steps) parts.push(say.left(duration(line.seconds_left)))
   }
   return parts.join(' · ')
@@ -116,6 +118,7 @@ function widgetOf(node) {
   const widget = node.addDOMWidget(WIDGET, 'tp_status', element, {
     serialize: false,
     hideOnZoom: false,
+    margin: 2,
     getValue: () => element.textContent,
     setValue: (value) => {
       element.textContent = element.title = value ?? ''

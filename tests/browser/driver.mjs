@@ -320,6 +320,7 @@ function recordRun() {
     previews: 0,
     previewShown: false,
     outputs: 0,
+    showing: new Set(), // nodes that were sent images; others, as LoadImage, show images from the start
     titles: []
   }
   window.tpRun = run
@@ -336,6 +337,7 @@ function recordRun() {
   }
   window.tpShownImages = () =>
     allNodes()
+      .filter((node) => window.tpRun.showing.has(String(node.id)))
       .filter((node) => node.imgs?.length && node.imgs[0].src.includes('/view?'))
       .flatMap((node) =>
         node.imgs.map((image) => ({
@@ -363,7 +365,10 @@ function recordRun() {
     run.progress.push({ node: detail.node, value: detail.value, max: detail.max, ms })
   })
   api.addEventListener('b_preview', () => (run.previews += 1))
-  api.addEventListener('executed', ({ detail }) => (run.outputs += detail.output?.images?.length ?? 0))
+  api.addEventListener('executed', ({ detail }) => {
+    run.outputs += detail.output?.images?.length ?? 0
+    if (detail.output?.images?.length) run.showing.add(String(detail.node).split(':').at(-1))
+  })
   api.addEventListener('execution_success', () => end('success'))
   api.addEventListener('execution_error', ({ detail }) => end('error', detail))
   api.addEventListener('execution_interrupted', ({ detail }) => end('interrupted', detail))
