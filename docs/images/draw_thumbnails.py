@@ -16,6 +16,7 @@ SIDE = 512
 # A word of the workflow's file name -> the demo's pictures, side by side.
 PICTURES = (
     ("edit", ("text_to_image.png", "edit.png")),
+    ("reference", ("text_to_image.png", "edit.png")),
     ("lora", ("text_to_image.png", "lora.png")),
     ("stock", ("text_to_image_again.png",)),
     ("", ("text_to_image.png",)),
