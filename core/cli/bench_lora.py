@@ -19,6 +19,7 @@ import torch
 
 from ..adapters import Adapter
 from ..group.client import RankGroup
+from ..lora import PatchReport
 from ..patch import Patch
 from ..remote import RemoteModel
 from .bench_load import CONFIG, make_checkpoint, warm
@@ -70,7 +71,7 @@ def measure(group: RankGroup, checkpoint: Path, args: argparse.Namespace) -> dic
     exact = call(exact_model, inputs)
     exact_model.unload()
     warm(checkpoint)
-    load_seconds, model = timed(lambda: RemoteModel.load(group, str(checkpoint), dtype=args.dtype))
+    load_seconds, model = timed(load, group, str(checkpoint), args.dtype)
     plain = call(model, inputs)
     figures: dict[str, Any] = {
         "load_seconds": load_seconds,
@@ -79,16 +80,16 @@ def measure(group: RankGroup, checkpoint: Path, args: argparse.Namespace) -> dic
         "modes": {},
     }
     for mode in MODES:
-        first, report = timed(lambda mode=mode: model.set_patches(loras[0], mode=mode))
+        first, report = timed(set_patches, model, loras[0], mode)
         error = distance(call(model, inputs), exact)
         step_seconds = steps(model, inputs, args.repeats)
         swaps, strengths = [], []
         for repeat in range(args.repeats):
             patches = loras[(repeat + 1) % 2]
-            swaps.append(timed(lambda patches=patches, mode=mode: model.set_patches(patches, mode=mode))[0])
+            swaps.append(timed(set_patches, model, patches, mode)[0])
             weaker = [Patch(patch.key, patch.adapter, 0.5) for patch in patches]
-            strengths.append(timed(lambda weaker=weaker, mode=mode: model.set_patches(weaker, mode=mode))[0])
-        removal, _ = timed(lambda: model.set_patches([]))
+            strengths.append(timed(set_patches, model, weaker, mode)[0])
+        removal, _ = timed(set_patches, model, [], mode)
         figures["modes"][mode] = {
             "first_seconds": first,
             "swap_seconds": statistics.median(swaps),
@@ -144,13 +145,23 @@ def call(model: RemoteModel, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def steps(model: RemoteModel, inputs: tuple[torch.Tensor, ...], repeats: int) -> float:
     """Median seconds of a step."""
     call(model, inputs)
-    return statistics.median(timed(lambda: call(model, inputs))[0] for _ in range(repeats))
+    return statistics.median(timed(call, model, inputs)[0] for _ in range(repeats))
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that `work` takes, and its result."""
+def load(group: RankGroup, checkpoint: str, dtype: str) -> RemoteModel:
+    """The model of `checkpoint` on the ranks."""
+    return RemoteModel.load(group, checkpoint, dtype=dtype)
+
+
+def set_patches(model: RemoteModel, patches: list[Patch], mode: str) -> PatchReport:
+    """Replace the model's patches."""
+    return model.set_patches(patches, mode=mode)
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds that `work` takes with `arguments`, and its result."""
     started = time.perf_counter()
-    result = work()
+    result = work(*arguments)
     return time.perf_counter() - started, result
 
 
