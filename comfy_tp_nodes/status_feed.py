@@ -84,7 +84,7 @@ class StatusLine:
         sigmas, now = options.get("sample_sigmas"), options.get("sigmas")
         if sigmas is None or now is None or len(sigmas) < 2:
             return
-        if sigmas is not self._sigmas:
+        if self._sigmas is None or self._sigmas is not sigmas:
             self._sigmas = sigmas
             self._begun = time.perf_counter() - (seconds or 0.0)
         # The step that this call belongs to: that of the nearest level of the schedule.
