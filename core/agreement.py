@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -112,13 +113,24 @@ def check_files(ranks: Ranks, checkpoint: Checkpoint) -> None:
 
 
 def guard_inputs(model: nn.Module, ranks: Ranks) -> None:
-    """Check before every forward of `model` that the ranks agree on its arguments."""
+    """Check at the first forward of every run of `model` that the ranks agree on its arguments.
+
+    A run is told by its tensors: a sampling loop hands the same prompt embeddings and position ids to every step,
+    so a forward that is given a tensor of the last checked one belongs to the same run and costs nothing.
+    """
     if ranks.degree == 1:
         return
     signature = inspect.signature(model.forward)
+    run: list[weakref.ref[torch.Tensor]] = []
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_inputs(ranks, signature.bind_partial(*args, **kwargs).arguments)
+        inputs = signature.bind_partial(*args, **kwargs).arguments
+        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+        known = [seen() for seen in run]
+        if any(tensor is one for tensor in tensors for one in known):
+            return
+        check_inputs(ranks, inputs)
+        run[:] = [weakref.ref(tensor) for tensor in tensors]
 
     model.register_forward_pre_hook(check, with_kwargs=True)
 

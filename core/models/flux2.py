@@ -8,6 +8,7 @@ read the same timestep embedding, share one reduce.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from torch import nn
 
 from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
-from ..linear import RowwiseLinear, RowwiseSplitInputLinear
+from ..linear import RowwiseLinear
 from ..local import LocalAttributes
 from ..plan import PackedColwiseParallel, PackedRowwiseParallel
 from ..ranks import Ranks
 from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
+from .modulation import join
 from .single_file import Shapes
 from .tokens import flatten_latent, image_ids, reference_tokens, text_ids, unflatten_latent
 
@@ -236,50 +238,20 @@ def modulation_vectors(parameters: torch.Tensor, count: int) -> tuple[torch.Tens
     return parameters.chunk(count, dim=-1)
 
 
-class JointModulation:
-    """The three modulations of FLUX.2 as one reduce: the first one called computes all partial sums.
-
-    The later two, called with the same timestep embedding [B, d], take their views of the reduced buffer.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], ranks: Ranks):
-        self.modules = list(modules)
-        self.ranks = ranks
-        self.ready: dict[int, torch.Tensor] = {}
-        self.source: torch.Tensor | None = None
-
-    def forward_of(self, index: int) -> Any:
-        """The forward to bind onto the module at `index`."""
-
-        def forward(module: nn.Module, temb: torch.Tensor) -> torch.Tensor:
-            if self.source is not temb or index not in self.ready:
-                self._compute(temb)
-            result = self.ready.pop(index)
-            if not self.ready:
-                self.source = None
-            return result
-
-        return forward
-
-    def _compute(self, temb: torch.Tensor) -> None:
-        active = self.modules[0].act_fn(temb)
-        partial = [module.linear.partial(active) for module in self.modules]
-        joined = self.ranks.all_reduce(torch.cat(partial, dim=-1))
-        parts = joined.split([part.shape[-1] for part in partial], dim=-1)
-        self.ready = dict(enumerate(parts))
-        self.source = temb
-
-
 def bind(model: nn.Module, ranks: Ranks) -> None:
-    """Bind the merged forwards onto a freshly sharded model."""
+    """Bind the merged forwards onto a freshly sharded model.
+
+    diffusers 0.36 hands modulations to its blocks in another form; there its own block forward stays (with one reduce
+    more per block), while `predict` calls the blocks' parts itself and is the same everywhere.
+    """
     for block in model.transformer_blocks:
         block.attn.processor = JointAttention(block.attn.processor)
-        block.forward = types.MethodType(double_block_forward, block)
-    modules = [getattr(model, name) for name in MODULATIONS]
-    if all(isinstance(module.linear, RowwiseSplitInputLinear) for module in modules):
-        joint = JointModulation(modules, ranks)
-        for index, module in enumerate(modules):
-            module.forward = types.MethodType(joint.forward_of(index), module)
+        if "temb_mod_img" in inspect.signature(type(block).forward).parameters:
+            block.forward = types.MethodType(double_block_forward, block)
+    join(
+        [(module, "act_fn", module.linear) for module in (getattr(model, name) for name in MODULATIONS)],
+        ranks,
+    )
 
 
 def merged(model: nn.Module) -> int:
@@ -352,9 +324,10 @@ def run(
     temb = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(dtype))
     if guidance is not None and embed.guidance_embedder is not None:
         temb = temb + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(dtype))
-    image_modulation = model.double_stream_modulation_img(temb)
-    text_modulation = model.double_stream_modulation_txt(temb)
-    single_modulation = model.single_stream_modulation(temb)
+    # Not through the modules' own forwards, whose result has had several forms in diffusers.
+    image_modulation, text_modulation, single_modulation = (
+        module.linear(module.act_fn(temb)) for module in (getattr(model, name) for name in MODULATIONS)
+    )
     rope = model.pos_embed(ids)
     image, text = model.x_embedder(image), model.context_embedder(text)
     for block in model.transformer_blocks:
@@ -473,7 +446,6 @@ ARCHITECTURE = Architecture(
             "guidance_embeds": False,
         },
     },
-    minimum_diffusers="0.37.0",  # 0.36 hands modulations to its blocks in another form
     examples={"dev": SMALL, "klein": {**SMALL, "num_layers": 1, "guidance_embeds": False}},
     inputs=inputs,
 )
