@@ -360,7 +360,7 @@ def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
 def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
     """The model of `config` with every parameter on the meta device; buffers are real, on the CPU."""
     with meta_parameters():
-        return model_class.from_config(dict(config)).eval()
+        return model_class.from_config(dict(config)).eval()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -377,11 +377,11 @@ def meta_parameters() -> Iterator[None]:
                     parameter.to("meta"), requires_grad=parameter.requires_grad
                 )
 
-        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_on_meta
         try:
             yield
         finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+            nn.Module.register_parameter = register
 
 
 def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> Architecture:

@@ -56,7 +56,7 @@ def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
     declared = _declared(checkpoint)
     marker = next((name for name in checkpoint.entries if name.rpartition(".")[2] == "scaled_fp8"), None)
     old_style = marker is not None
-    old_full_precision = old_style and _elements(checkpoint.entries[marker]) == 2
+    old_full_precision = marker is not None and _elements(checkpoint.entries[marker]) == 2
     scales: dict[str, Scales] = {}
     for module, settings in declared.items():
         _check_format(checkpoint, module, settings)

@@ -17,7 +17,9 @@ from .lora import PatchReport
 from .lora_wire import PatchSender
 from .patch import Patch
 
-KEPT_TENSORS = 32  # conditionings and references that the ranks keep per model; the least recently used goes first
+KEPT_TENSORS = (
+    32  # conditionings and references that the ranks keep per model; the least recently used goes first
+)
 
 UNKNOWN = object()  # a `patches_key` that equals no other
 
@@ -180,7 +182,9 @@ class RemoteModel:
         tensors += [pooled] if pooled is not None else []
         tensors += [one for one in references if isinstance(one, torch.Tensor)]
         start = time.perf_counter()
-        reply = self.group.request("forward", header, [t.detach().cpu().contiguous() for t in tensors], poll=poll)
+        reply = self.group.request(
+            "forward", header, [t.detach().cpu().contiguous() for t in tensors], poll=poll
+        )
         self.last_step_seconds = time.perf_counter() - start
         return reply.tensors[0]
 
@@ -224,7 +228,9 @@ class RemoteModel:
         tensors = [x.detach().float().cpu().contiguous(), sigmas.detach().float().cpu().contiguous()]
         return self.group.request("sample", header, tensors, on_event=event, poll=poll).tensors[0]
 
-    def encode_text(self, tokens: torch.Tensor, mask: torch.Tensor, *, poll: Poll | None = None) -> torch.Tensor:
+    def encode_text(
+        self, tokens: torch.Tensor, mask: torch.Tensor, *, poll: Poll | None = None
+    ) -> torch.Tensor:
         """The conditioning [1, L, D] float32 of `tokens` [1, L]; `mask` [1, L] is 0 at padding. A text encoder's."""
         header = {"model": self.model_id}
         return self.group.request("encode_text", header, [tokens, mask], poll=poll).tensors[0]

@@ -140,9 +140,9 @@ class Bands:
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
-                    module.forward = _BandConv(module, self.ranks)  # type: ignore[method-assign]
+                    module.forward = _BandConv(module, self.ranks)  # type: ignore[assignment]
                 elif isinstance(module, nn.GroupNorm):
-                    module.forward = _BandNorm(module, self.ranks)  # type: ignore[method-assign]
+                    module.forward = _BandNorm(module, self.ranks)  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:

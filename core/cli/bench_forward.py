@@ -21,7 +21,7 @@ from typing import Any
 from .bench_load import diffusers_on_cpu
 from .rank_processes import run_ranks
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "num_layers": 8,
     "num_single_layers": 48,
     "attention_head_dim": 16,

@@ -19,7 +19,7 @@ LISTED = 12  # replicated groups that are printed one by one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The class, or --table."""
+    """The class, --table or --files."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -27,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model class of diffusers, the name of an architecture, or module:Class for one of your own",
     )
     parser.add_argument("--table", action="store_true", help="print docs/architectures.md")
+    parser.add_argument("--files", action="store_true", help="print docs/files.md")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
     """Print a proposal or the table. Nothing is downloaded and no weights are needed."""
-    if args.table:
-        text = table()
+    if args.table or args.files:
+        from .file_kinds import page
+
+        text = table() if args.table else page()
         print(text, end="")
         return 0, {"table": text}
     if not args.model:

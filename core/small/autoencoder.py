@@ -103,7 +103,7 @@ def set_encoder(vae) -> None:
     images = vae_pictures(random.Random(SEED), 1500, SIDE)
     encoder = vae.encoder
     for module in encoder.modules():
-        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and module.bias is not None:
             module.bias.zero_()
     # Level 0: RGB, then the 2x2 block of each colour: 12 values.
     encoder.conv_in.weight.zero_()

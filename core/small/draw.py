@@ -31,7 +31,7 @@ COLOURS: dict[str, tuple[float, float, float]] = {
 SIZES: dict[str, tuple[float, float]] = {"small": (0.14, 0.175), "": (0.185, 0.235), "large": (0.245, 0.28)}
 MARGIN = 0.03
 # How far from the middle the pictures of a caption may have their shape.
-NEAR = 0.08
+NEAR = 0.04
 OUTLINE_WIDTH = 0.055
 HELD_OUT_TRIPLES = 34
 HELD_OUT_SEED = 20261129
@@ -80,9 +80,11 @@ def split_triples() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, st
 def place(rng: random.Random, scene: Scene, spread: float = 1.0) -> Scene:
     """The scene with a radius that suits its size word, at a random place where it fits into the frame.
 
-    The centre lies at most ``spread`` from the middle of the picture, both ways.
+    The centre lies at most ``spread`` from the middle of the picture, both ways; a small spread also keeps the radius
+    near the middle of what the size word allows.
     """
-    radius = rng.uniform(*SIZES[scene.size])
+    low, high = SIZES[scene.size]
+    radius = (low + high) / 2 + min(1.0, 6 * spread) * (rng.uniform(low, high) - (low + high) / 2)
     # Room for all three kinds, so that an edit may change the shape and keep the place.
     side = max(e[0] for e in _EXTENTS.values()) * radius + MARGIN
     up = max(e[1] for e in _EXTENTS.values()) * radius + MARGIN

@@ -289,7 +289,8 @@ class WithLora(torch.nn.Module):
         weights = {}
         for name, parameter in self.model.named_parameters():
             parts = [
-                (names[0].removesuffix(".weight"), part, of) for names, part, of in BFL_FLUX2.sources(name)
+                (names[0].removesuffix(".weight"), part, of)
+                for names, part, of in BFL_FLUX2.sources(name) or ()
             ]
             if all(base in deltas for base, _, _ in parts):
                 rows = torch.cat([deltas[base].chunk(of)[part] for base, part, of in parts])
