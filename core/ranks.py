@@ -64,8 +64,7 @@ class Ranks:
         """Sum `tensor` over the ranks, in place, and return it. Degree 1 is a no-op."""
         if self.degree == 1:
             return tensor
-        self.collectives += 1
-        self.collective_bytes += tensor.numel() * tensor.element_size()
+        self._count(tensor)
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -73,11 +72,16 @@ class Ranks:
         """`tensor` of every rank, in rank order; all have the same shape. Degree 1 gives back its own."""
         if self.degree == 1:
             return [tensor]
-        self.collectives += 1
-        self.collective_bytes += tensor.numel() * tensor.element_size()
+        self._count(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.degree)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        # A counter that changes would make torch.compile compile every call anew.
+        if not torch.compiler.is_compiling():
+            self.collectives += 1
+            self.collective_bytes += tensor.numel() * tensor.element_size()
 
     def __deepcopy__(self, memo: dict) -> Ranks:
         return self  # a process group cannot be copied; copies of a model share their ranks
