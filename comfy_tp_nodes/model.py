@@ -15,6 +15,7 @@ from ..core.errors import UnsupportedError
 from .conditioning import KEYS, TEXT_LENGTH, KeyCond
 from .proxy import CONTEXT, REFERENCES, ShardedFlux
 from .sharded import ShardedModel
+from .source import ModelSource
 
 # Keys of a conditioning that reach inside the model and that the ranks do not implement: key -> node that sets it.
 REFUSED_CONDITIONING = {
@@ -142,15 +143,21 @@ def unet_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def check_sampled(source: ModelSource) -> None:
+    """Raise `UnsupportedError` for a model that can be sharded but whose calls ComfyUI's side does not make yet."""
+    if source.architecture.name != "flux2":
+        raise UnsupportedError(
+            f"{source.path} holds a {source.architecture.model_class}. Load TP Model can sample FLUX.2 (dev and klein) "
+            f"in ComfyUI today. Load this file with the stock loader, or run it sharded from Python (README, "
+            f"`from_pretrained`)."
+        )
+
+
 def build_model(sharded: ShardedModel) -> ShardedFlux2:
     """The ComfyUI model object for `sharded`: the living one if there is one, else a new skeleton on meta."""
     living = sharded.comfy_model()
     if living is not None:
         return living
-    if sharded.source.architecture.name != "flux2":
-        raise UnsupportedError(
-            f"Load TP Model makes a MODEL of FLUX.2 only, not of {sharded.source.architecture.model_class}."
-        )
     config = comfy.supported_models.Flux2(unet_config(sharded.source.config))
     dtype = sharded.source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
     config.set_inference_dtype(getattr(torch, dtype), None)

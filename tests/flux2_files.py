@@ -61,9 +61,13 @@ QUANTISED = ("img_mlp.0", "img_mlp.2", "txt_mlp.0", "txt_mlp.2", "linear1", "lin
 
 
 def fp8_tensors(
-    tensors: dict[str, torch.Tensor], style: str, dtype: torch.dtype = torch.float8_e4m3fn, prefix: str = ""
+    tensors: dict[str, torch.Tensor],
+    style: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    prefix: str = "",
+    quantised: tuple[str, ...] = QUANTISED,
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor]]:
-    """`tensors` with the layers of `QUANTISED` in fp8, declared in `style`.
+    """`tensors` with the Linears whose names end in `quantised` in fp8, declared in `style`.
 
     Styles: "metadata" (header), "metadata-short" (header, bare strings, no prefix), "comfy_quant", "scaled_fp8"
     and "cast" (no scales).
@@ -74,7 +78,7 @@ def fp8_tensors(
     layers = []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if not module.endswith(QUANTISED):
+        if tensor.ndim != 2 or not module.endswith(quantised):
             held[name] = exact[name] = tensor.detach()
             continue
         layers.append(module)

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ...core.errors import TPError
 from ..devices import place
-from ..model import build_model
+from ..model import build_model, check_sampled
 from ..patcher import load_now, make_patcher
 from ..paths import model_choices, model_path
 from ..sharded import POLICIES, sharded_model
@@ -92,6 +92,7 @@ class LoadTPModel(io.ComfyNode):
         check_choice("dtype", dtype, DTYPES)
         check_choice("policy", policy, POLICIES)
         source = ModelSource.open(model_path(model))
+        check_sampled(source)
         placement = place(
             devices,
             degree,

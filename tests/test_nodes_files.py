@@ -1,0 +1,192 @@
+"""Single files through Load TP Model, beside the same files through ComfyUI's own loader, on the same stock samplers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfy_inprocess import (
+    conditioning,
+    in_comfy,  # noqa: F401  a fixture
+    ksampler,
+    latent,
+    load_tp,
+    relative_error,
+)
+from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
+
+from comfy_tp.core.errors import UnsupportedError
+
+SAME = 1e-5  # fp32; sums over ranks are taken in another order
+FP8_EXACT = 1e-3  # against the same weights dequantised beforehand, fp32
+FP8_STOCK = 2e-2  # against ComfyUI's own fp8 layers
+READ_ONCE = 1.02  # bytes read by all ranks, over the size of the file
+EVERYTHING = ("",)  # ends every name: all Linears in fp8, as in files of the older style
+HEADS, AXES = 4, [8, 8, 8, 8]
+
+pytestmark = [pytest.mark.usefixtures("in_comfy"), pytest.mark.timeout(600)]
+
+
+def small_model(**changes: Any) -> Any:
+    """A FLUX.2 whose velocity is as large as its input, so that an error shows in the picture."""
+    model = small_flux2(joint_attention_dim=48, **changes)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def dev() -> Any:
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def models(in_comfy) -> Path:  # noqa: F811
+    return in_comfy / "models/diffusion_models"
+
+
+def stock(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The MODEL of ComfyUI's own `load_diffusion_model`, which is told the head count alone.
+
+    ComfyUI 0.3.75 takes 48 heads of 128 for granted in a FLUX.2 file; prefix, sizes and quantisation it finds itself.
+    """
+    import comfy.model_detection
+    import comfy.sd
+
+    detect = comfy.model_detection.detect_unet_config
+
+    def with_small_heads(*arguments: Any, **named: Any) -> Any:
+        found = detect(*arguments, **named)
+        assert found["image_model"] == "flux2" and found["num_heads"] == 48
+        return {**found, "num_heads": HEADS, "axes_dim": AXES}
+
+    with monkeypatch.context() as patched, torch.inference_mode():  # as ComfyUI runs its loader nodes
+        patched.setattr(comfy.model_detection, "detect_unet_config", with_small_heads)
+        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+
+
+def combined(model: Any, method: str = "index") -> torch.Tensor:
+    """What a graph can ask for at once: two references, an area, texts of different length, a mask, denoise, a batch."""
+    import nodes
+    from comfy_extras.nodes_edit_model import ReferenceLatent
+    from comfy_extras.nodes_flux import FluxGuidance, FluxKontextMultiReferenceLatentMethod
+
+    def with_references(cond: list) -> list:
+        for height, width, seed in ((3, 4, 8), (4, 2, 9)):
+            cond = ReferenceLatent.execute(cond, latent(height, width, seed=seed)).args[0]
+        return FluxKontextMultiReferenceLatentMethod.execute(cond, method).args[0]
+
+    left = nodes.ConditioningSetAreaPercentage().append(conditioning(), 0.5, 1.0, 0, 0, 1.0)[0]
+    whole = FluxGuidance.execute(conditioning(600, seed=3), 6.0).args[0]
+    mask = torch.zeros(1, 6, 4)
+    mask[:, :4] = 1
+    into = latent(6, 4, batch=2, seed=5, noise_mask=mask)
+    positive, negative = with_references(left + whole), with_references(conditioning(20, seed=2))
+    return ksampler(model, positive, negative, into, cfg=2.5, denoise=0.7, steps=2)
+
+
+@pytest.mark.parametrize(("degree", "prefix"), [(2, "model.diffusion_model."), (4, "")])
+def test_a_single_file_gives_what_comfyuis_own_loader_gives(dev, models, monkeypatch, degree, prefix):
+    path = save_single_file(models / f"plain-{degree}.safetensors", single_file_tensors(dev, prefix))
+    sharded, native = load_tp(path.name, degree), stock(path, monkeypatch)
+    assert sharded.sharded.info.layout == "FLUX.2 single file"
+    for method in ("index", "offset", "uxo") if degree == 2 else ("index",):
+        expected = combined(native, method)
+        assert relative_error(combined(sharded, method), expected) <= SAME, method
+    other = stock(changed(path), monkeypatch)
+    assert relative_error(combined(other, method), expected) > 1e-2  # a wrongly read weight shows
+
+
+def changed(path: Path) -> Path:
+    """The same file with the two halves of one fused weight exchanged."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("double_blocks.1.img_attn.qkv.weight"))
+    tensors[name] = tensors[name].flip(0)
+    return save_single_file(path.with_name("changed.safetensors"), tensors)
+
+
+def test_klein_without_guidance_gives_what_comfyuis_own_loader_gives(models, monkeypatch):
+    klein = small_model(seed=3, guidance_embeds=False, num_layers=1, num_single_layers=3)
+    path = save_single_file(models / "klein.safetensors", single_file_tensors(klein))
+    sharded, native = load_tp(path.name), stock(path, monkeypatch)
+    assert not native.model.diffusion_model.params.guidance_embed
+    assert relative_error(combined(sharded), combined(native)) <= SAME
+
+
+@pytest.mark.parametrize(("style", "degree"), [("metadata", 2), ("metadata", 4), ("scaled_fp8", 2)])
+def test_an_fp8_file_gives_what_comfyuis_own_fp8_layers_give(dev, models, monkeypatch, style, degree):
+    quantised = {"quantised": EVERYTHING} if style == "scaled_fp8" else {}
+    held, metadata, exact = fp8_tensors(single_file_tensors(dev), style, **quantised)
+    path = save_single_file(models / f"{style}-{degree}.safetensors", held, metadata)
+    own = stock(path, monkeypatch)
+    layers = {type(module).__qualname__ for module in own.model.diffusion_model.modules()}
+    expected_layer = "mixed_precision_ops" if style == "metadata" else "scaled_fp8_ops"
+    assert any(name.startswith(expected_layer) for name in layers), layers
+    dequantised = stock(save_single_file(models / f"exact-{style}.safetensors", exact), monkeypatch)
+    sharded = load_tp(path.name, degree)
+    found, by_stock, by_exact = (combined(model) for model in (sharded, own, dequantised))
+    print(f"{style} at {degree}: {relative_error(found, by_stock):.1e} {relative_error(found, by_exact):.1e}")
+    assert relative_error(found, by_stock) <= FP8_STOCK
+    assert relative_error(found, by_exact) <= FP8_EXACT
+    original = save_single_file(models / "original.safetensors", single_file_tensors(dev))
+    assert (
+        relative_error(combined(stock(original, monkeypatch)), by_exact) > 2 * FP8_EXACT
+    )  # fp8 is another model
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_byte_of_a_single_file_is_read_once(dev, models, degree):
+    path = save_single_file(models / f"read-{degree}.safetensors", single_file_tensors(dev))
+    info = load_tp(path.name, degree).sharded.info
+    held = sum(tensor.nbytes for tensor in single_file_tensors(dev).values())
+    assert held <= sum(info.bytes_read) <= READ_ONCE * path.stat().st_size
+
+
+def test_the_shards_of_an_fp8_file_take_half_of_those_of_a_bf16_file(dev, models):
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in single_file_tensors(dev).items()}
+    held, metadata, _ = fp8_tensors(tensors, "metadata", quantised=EVERYTHING)
+    save_single_file(models / "bf16.safetensors", tensors)
+    save_single_file(models / "all-fp8.safetensors", held, metadata)
+    bf16, fp8 = (load_tp(f"{name}.safetensors").sharded.info.resident_bytes for name in ("bf16", "all-fp8"))
+    for whole, half in zip(bf16, fp8, strict=True):
+        assert abs(half / whole - 0.5) <= 0.03 * 0.5
+
+
+def test_one_rank_is_enough_and_the_log_says_so(dev, models, monkeypatch, caplog):
+    path = save_single_file(models / "alone.safetensors", single_file_tensors(dev))
+    with caplog.at_level(logging.INFO, logger="comfy_tp.nodes"):
+        alone = load_tp(path.name, 0)
+    assert alone.sharded.placement.degree == 1
+    assert (
+        "Load TP Model: alone.safetensors, degree 1: one rank on the CPU; set degree to use more"
+        in caplog.text
+    )
+    assert "into 1 shard;" in caplog.text
+    native = stock(path, monkeypatch)
+    assert relative_error(combined(alone), combined(native)) <= SAME
+
+
+@pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("qwenimage", "base")])
+def test_a_model_that_has_no_comfyui_side_yet_is_refused_before_anything_starts(models, name, example):
+    from comfy_tp.comfy_tp_nodes.sharded import known_models
+    from comfy_tp.core.checkpoint.convert import file_tensors
+    from comfy_tp.core.models import architecture_named
+
+    architecture = architecture_named(name)
+    model = architecture.load_class()(**architecture.examples[example])
+    tensors = file_tensors(architecture.layouts[0], dict(model.named_parameters()))
+    path = save_single_file(models / f"{name}.safetensors", tensors)
+    known = len(known_models())
+    with pytest.raises(UnsupportedError) as refused:
+        load_tp(path.name)
+    assert str(refused.value) == (
+        f"{path} holds a {architecture.model_class}. Load TP Model can sample FLUX.2 (dev and klein) in ComfyUI today. "
+        f"Load this file with the stock loader, or run it sharded from Python (README, `from_pretrained`)."
+    )
+    assert len(known_models()) == known
