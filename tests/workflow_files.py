@@ -18,17 +18,37 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 COMFYUI = "0.3.75"  # the oldest ComfyUI that the workflows are for
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-HUB = "https://huggingface.co/Comfy-Org/flux2-dev/resolve/main/split_files"
+HUB = "https://huggingface.co"
 
 
-def file(name: str, directory: str) -> dict[str, str]:
+def file(name: str, directory: str, repository: str, folder: str = "") -> dict[str, str]:
     """A model file as ComfyUI's missing-models dialog takes it."""
-    return {"name": name, "url": f"{HUB}/{directory}/{name}", "directory": directory}
+    return {
+        "name": name,
+        "url": f"{HUB}/{repository}/resolve/main/{folder}{name}",
+        "directory": directory,
+    }
 
 
-TRANSFORMER = file("flux2_dev_fp8mixed.safetensors", "diffusion_models")
-TEXT_ENCODER = file("mistral_3_small_flux2_bf16.safetensors", "text_encoders")
-VAE = file("flux2-vae.safetensors", "vae")
+def part(name: str, directory: str, repository: str) -> dict[str, str]:
+    """A file of one of ComfyUI's own repositories, which sort their files by directory."""
+    return file(name, directory, repository, f"split_files/{directory}/")
+
+
+TRANSFORMER = part("flux2_dev_fp8mixed.safetensors", "diffusion_models", "Comfy-Org/flux2-dev")
+TEXT_ENCODER = part("mistral_3_small_flux2_bf16.safetensors", "text_encoders", "Comfy-Org/flux2-dev")
+VAE = part("flux2-vae.safetensors", "vae", "Comfy-Org/flux2-dev")
+TURBO = file("Flux_2-Turbo-LoRA_comfyui.safetensors", "loras", "ByteZSzn/Flux.2-Turbo-ComfyUI")
+KLEIN_4B = part("flux-2-klein-4b.safetensors", "diffusion_models", "Comfy-Org/flux2-klein")
+KLEIN_4B_BASE = part("flux-2-klein-base-4b.safetensors", "diffusion_models", "Comfy-Org/flux2-klein")
+KLEIN_9B = file(
+    "flux-2-klein-9b-fp8.safetensors", "diffusion_models", "black-forest-labs/FLUX.2-klein-9b-fp8"
+)
+KLEIN_9B_BASE = file(
+    "flux-2-klein-base-9b-fp8.safetensors", "diffusion_models", "black-forest-labs/FLUX.2-klein-base-9b-fp8"
+)
+QWEN_4B = part("qwen_3_4b.safetensors", "text_encoders", "Comfy-Org/flux2-klein")
+QWEN_8B = part("qwen_3_8b_fp8mixed.safetensors", "text_encoders", "Comfy-Org/flux2-klein-9B")
 
 
 @dataclass
@@ -56,39 +76,43 @@ NOTE = """## {title}
 
 **Files** (ComfyUI/models/)
 
-- diffusion_models/[{transformer[name]}]({transformer[url]})
-- text_encoders/[{text_encoder[name]}]({text_encoder[url]})
-- vae/[{vae[name]}]({vae[url]})
+{files}
 
 **Load TP Model** reads the transformer in shards over all your GPUs; degree 0 lets it choose how many.
 """
 
 
-def note(title: str, text: str) -> str:
-    """The note of a workflow."""
-    return NOTE.format(title=title, text=text, transformer=TRANSFORMER, text_encoder=TEXT_ENCODER, vae=VAE)
+def note(title: str, text: str, *files: dict[str, str]) -> str:
+    """The note of a workflow; without `files` those of FLUX.2-dev."""
+    lines = [
+        f"- {file['directory']}/[{file['name']}]({file['url']})"
+        for file in files or (TRANSFORMER, TEXT_ENCODER, VAE)
+    ]
+    return NOTE.format(title=title, text=text, files="\n".join(lines))
 
 
-def loaders() -> dict[str, Node]:
-    """The three loaders of FLUX.2-dev: nodes 1 to 3."""
+def loaders(
+    transformer: dict[str, str] = TRANSFORMER, text_encoder: dict[str, str] = TEXT_ENCODER
+) -> dict[str, Node]:
+    """The three loaders: nodes 1 to 3."""
     return {
         "1": Node(
             "TPLoadModel",
             0,
             {
-                "model": TRANSFORMER["name"],
+                "model": transformer["name"],
                 "degree": 0,
                 "devices": "auto",
                 "dtype": "default",
                 "policy": "keep",
             },
-            models=[TRANSFORMER],
+            models=[transformer],
         ),
         "2": Node(
             "CLIPLoader",
             0,
-            {"clip_name": TEXT_ENCODER["name"], "type": "flux2", "device": "default"},
-            models=[TEXT_ENCODER],
+            {"clip_name": text_encoder["name"], "type": "flux2", "device": "default"},
+            models=[text_encoder],
         ),
         "3": Node("VAELoader", 0, {"vae_name": VAE["name"]}, models=[VAE]),
     }
@@ -131,6 +155,96 @@ def tp_sampler(positive: tuple[str, int], negative: tuple[str, int], column: int
     )
 
 
+def stock_sampler(
+    steps: int, column: int, size: tuple[Any, Any] = (1024, 1024), seed: int = 649422536169327
+) -> dict[str, Node]:
+    """SamplerCustomAdvanced with the guider of node 10: nodes 7, 8, 9, 11 and 12. `size` is width and height."""
+    width, height = size
+    return {
+        "7": Node("Flux2Scheduler", column - 1, {"steps": steps, "width": width, "height": height}),
+        "8": Node("EmptyFlux2LatentImage", column - 1, {"width": width, "height": height, "batch_size": 1}),
+        "11": Node("RandomNoise", column - 1, {"noise_seed": seed}),
+        "12": Node("KSamplerSelect", column - 1, {"sampler_name": "euler"}),
+        "9": Node(
+            "SamplerCustomAdvanced",
+            column + 1,
+            {
+                "noise": ("11", 0),
+                "guider": ("10", 0),
+                "sampler": ("12", 0),
+                "sigmas": ("7", 0),
+                "latent_image": ("8", 0),
+            },
+        ),
+    }
+
+
+def reference(image: int, *conditionings: tuple[str, int], column: int = 0) -> dict[str, Node]:
+    """A picture from node `image` on, scaled to one megapixel, as a reference of each conditioning.
+
+    Its size is node image + 1, ReferenceLatent of the first conditioning image + 4, of the second image + 5.
+    """
+    first = str(image)
+    nodes = {
+        first: Node("LoadImage", column, {"image": "example.png"}),
+        str(image + 2): Node(
+            "ImageScaleToTotalPixels",
+            column + 1,
+            {"image": (first, 0), "upscale_method": "lanczos", "megapixels": 1.0},
+        ),
+        str(image + 3): Node("VAEEncode", column + 2, {"pixels": (str(image + 2), 0), "vae": ("3", 0)}),
+    }
+    for number, conditioning in enumerate(conditionings):
+        nodes[str(image + 4 + number)] = Node(
+            "ReferenceLatent", column + 3, {"conditioning": conditioning, "latent": (str(image + 3), 0)}
+        )
+    return nodes
+
+
+def klein(text: str, *, base: bool) -> dict[str, Node]:
+    """The prompt and the negative of klein, nodes 4 and 6: an empty prompt for base, zeros for distilled."""
+    return {
+        "4": Node("CLIPTextEncode", 1, {"clip": ("2", 0), "text": text}, title="Prompt"),
+        "6": Node("CLIPTextEncode", 1, {"clip": ("2", 0), "text": ""}, title="Negative prompt")
+        if base
+        else Node("ConditioningZeroOut", 2, {"conditioning": ("4", 0)}),
+    }
+
+
+def klein_guider(positive: tuple[str, int], negative: tuple[str, int], column: int, *, base: bool) -> Node:
+    """Base is guided at cfg 5; distilled runs at cfg 1, where the negative is not computed."""
+    inputs = {"model": ("1", 0), "positive": positive, "negative": negative, "cfg": 5.0 if base else 1.0}
+    return Node("CFGGuider", column, inputs)
+
+
+def klein_text_to_image(
+    transformer: dict[str, str], text_encoder: dict[str, str], title: str, *, base: bool
+) -> Workflow:
+    """Klein's graph: no guidance input, CFGGuider, 20 steps for base and 4 for distilled."""
+    steps, cfg = (20, 5) if base else (4, 1)
+    return Workflow(
+        {
+            **loaders(transformer, text_encoder),
+            **klein(GLACIER, base=base),
+            "10": klein_guider(("4", 0), ("6", 0), 3, base=base),
+            **stock_sampler(steps, 3),
+            **picture(("9", 0), "comfy-tp/flux2-klein", 5),
+        },
+        note(
+            title,
+            f"{steps} steps at cfg {cfg}. "
+            + (
+                "The negative prompt is used; leave it empty to be guided away from nothing in particular."
+                if base
+                else "At cfg 1 the negative is not used, so a step is one call of the model."
+            ),
+            transformer,
+            text_encoder,
+            VAE,
+        ),
+    )
+
+
 GLACIER = (
     "A hand-painted wooden sign reading “FROM MANY, ONE” on a mountain path at dawn, low mist over a glacier lake, "
     "wildflowers in the foreground, 35 mm film photograph"
@@ -158,22 +272,8 @@ WORKFLOWS = {
         {
             **loaders(),
             **prompt(GLACIER),
-            "7": Node("Flux2Scheduler", 2, {"steps": 20, "width": 1024, "height": 1024}),
-            "8": Node("EmptyFlux2LatentImage", 2, {"width": 1024, "height": 1024, "batch_size": 1}),
             "10": Node("BasicGuider", 3, {"model": ("1", 0), "conditioning": ("5", 0)}),
-            "11": Node("RandomNoise", 2, {"noise_seed": 649422536169327}),
-            "12": Node("KSamplerSelect", 2, {"sampler_name": "euler"}),
-            "9": Node(
-                "SamplerCustomAdvanced",
-                4,
-                {
-                    "noise": ("11", 0),
-                    "guider": ("10", 0),
-                    "sampler": ("12", 0),
-                    "sigmas": ("7", 0),
-                    "latent_image": ("8", 0),
-                },
-            ),
+            **stock_sampler(20, 3),
             **picture(("9", 0), "comfy-tp/flux2", 5),
         },
         note(
@@ -205,6 +305,76 @@ WORKFLOWS = {
             "FLUX.2, sharded: edit a picture",
             "ReferenceLatent hands the picture to the model; chain more of them for more pictures. The result has "
             "the size of the picture, scaled to one megapixel.",
+        ),
+    ),
+    "flux2_two_references": Workflow(
+        {
+            **loaders(),
+            **prompt("The object of the first picture stands in the scene of the second, in the same light"),
+            **reference(30, ("5", 0)),
+            **reference(40, ("34", 0)),
+            "10": Node("BasicGuider", 4, {"model": ("1", 0), "conditioning": ("44", 0)}),
+            **stock_sampler(20, 4),
+            **picture(("9", 0), "comfy-tp/flux2-references", 6),
+        },
+        note(
+            "FLUX.2, sharded: two reference pictures",
+            "Each ReferenceLatent adds a picture to the one before; chain as many as you need. Every picture makes "
+            "each step longer. The prompt may speak of the first and the second picture.",
+        ),
+    ),
+    "flux2_turbo_lora": Workflow(
+        {
+            **loaders(),
+            **prompt(GLACIER),
+            "13": Node(
+                "LoraLoaderModelOnly",
+                1,
+                {"model": ("1", 0), "lora_name": TURBO["name"], "strength_model": 1.0},
+                models=[TURBO],
+            ),
+            "10": Node("BasicGuider", 3, {"model": ("13", 0), "conditioning": ("5", 0)}),
+            **stock_sampler(8, 3),
+            **picture(("9", 0), "comfy-tp/flux2-turbo", 5),
+        },
+        note(
+            "FLUX.2, sharded: 8 steps with the Turbo LoRA",
+            "The stock LoRA loader works on the sharded model: every rank gets its slice of the LoRA. Changing the "
+            "strength or the file does not load the model again.",
+            TRANSFORMER,
+            TURBO,
+            TEXT_ENCODER,
+            VAE,
+        ),
+    ),
+    "flux2_klein_4b_base": klein_text_to_image(
+        KLEIN_4B_BASE, QWEN_4B, "FLUX.2 klein 4B base, sharded", base=True
+    ),
+    "flux2_klein_4b_distilled": klein_text_to_image(
+        KLEIN_4B, QWEN_4B, "FLUX.2 klein 4B distilled, sharded", base=False
+    ),
+    "flux2_klein_9b_base": klein_text_to_image(
+        KLEIN_9B_BASE, QWEN_8B, "FLUX.2 klein 9B base, sharded", base=True
+    ),
+    "flux2_klein_9b_distilled": klein_text_to_image(
+        KLEIN_9B, QWEN_8B, "FLUX.2 klein 9B distilled, sharded", base=False
+    ),
+    "flux2_klein_4b_reference": Workflow(
+        {
+            **loaders(KLEIN_4B, QWEN_4B),
+            **klein("Make it a watercolour painting on rough paper, keep the composition", base=False),
+            **reference(30, ("4", 0), ("6", 0)),
+            "31": Node("GetImageSize", 2, {"image": ("32", 0)}),
+            "10": klein_guider(("34", 0), ("35", 0), 4, base=False),
+            **stock_sampler(4, 4, (("31", 0), ("31", 1))),
+            **picture(("9", 0), "comfy-tp/flux2-klein-reference", 6),
+        },
+        note(
+            "FLUX.2 klein 4B, sharded: edit a picture",
+            "The picture is a reference of both conditionings. The result has its size, scaled to one megapixel.",
+            KLEIN_4B,
+            QWEN_4B,
+            VAE,
         ),
     ),
 }
