@@ -58,6 +58,7 @@ def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
     old_style = marker is not None
     old_full_precision = marker is not None and _elements(checkpoint.entries[marker]) == 2
     scales: dict[str, Scales] = {}
+    _check_owners(checkpoint)
     for module, settings in declared.items():
         _check_format(checkpoint, module, settings)
     for name, entry in checkpoint.entries.items():
@@ -78,6 +79,16 @@ def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
             bool(settings.get("full_precision_matrix_mult", False)) or old_full_precision,
         )
     return scales
+
+
+def _check_owners(checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` for a scale whose weight the file lacks: it would be lost without a word."""
+    for name, entry in checkpoint.entries.items():
+        module, _, last = name.rpartition(".")
+        if f"*.{last}" in SIDE_TENSORS and f"{module}.weight" not in checkpoint.entries:
+            raise CheckpointError(
+                f"{entry.path}: '{name}' belongs to no weight: the file has no '{module}.weight'. Download it again."
+            )
 
 
 def marker_covers(marker: str | None, name: str) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from flux2_files import call_inputs, fp8_tensors, save_single_file, single_file_tensors, small_flux2
 from thread_ranks import on_ranks
+from weight_files import MODEL_DAMAGES, damaged
 
 from comfy_tp.core import quant
 from comfy_tp.core.checkpoint.files import Checkpoint
@@ -187,6 +190,17 @@ def test_a_declared_layer_without_its_scale_is_refused(tmp_path, model):
         open_model(Checkpoint.open(path))
 
 
+def test_a_scale_without_its_weight_is_refused_and_not_lost(tmp_path, model):
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
+    held["single_blocks.1.linear3.input_scale"] = held.pop("single_blocks.1.linear2.input_scale")
+    path = save_single_file(tmp_path / "x.safetensors", held, metadata)
+    with pytest.raises(
+        CheckpointError,
+        match=r"linear3\.input_scale' belongs to no weight: the file has no '.*linear3\.weight'",
+    ):
+        open_model(Checkpoint.open(path))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, model, value):
     held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
@@ -243,3 +257,73 @@ def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, n
 
     for result in on_ranks(2, work):
         assert rel_l2(result, want) <= 1e-6
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.soak)])
+def test_damaged_single_files_are_each_a_clear_error_before_anything_is_allocated(
+    tmp_path, model, monkeypatch, count
+):
+    from comfy_tp.core import loading
+
+    def never(*arguments, **named):
+        raise RuntimeError("a damaged file was read")
+
+    for step in ("resolve", "apply_plan", "read_shards"):  # what comes after the headers
+        monkeypatch.setattr(loading, step, never)
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), "comfy_quant")
+    whole = save_single_file(tmp_path / "whole.safetensors", held, metadata)
+    with pytest.raises(RuntimeError, match="a damaged file was read"):  # the whole file gets that far
+        load_opened(open_model(Checkpoint.open(whole)), Ranks.single())
+    for seed in range(count):
+        path = tmp_path / f"damaged-{seed}.safetensors"
+        kind = damaged(seed, whole, path, MODEL_DAMAGES)
+        with pytest.raises((CheckpointError, UnsupportedError)) as refused:
+            pytest.fail(
+                f"{kind} (seed {seed}): {load_opened(open_model(Checkpoint.open(path)), Ranks.single())}"
+            )
+        assert str(path) in str(refused.value), kind
+        path.unlink()
+
+
+def test_comfy_tp_verify_passes_every_layout(tmp_path, model, capsys):
+    from comfy_tp.core.checkpoint.convert import file_tensors
+    from comfy_tp.core.cli import main
+
+    tensors = single_file_tensors(model)
+    paths = [save_single_file(tmp_path / "flux2.safetensors", tensors)]
+    for style in ("metadata", "comfy_quant", "scaled_fp8", "cast"):
+        held, metadata, _ = fp8_tensors(tensors, style)
+        paths.append(save_single_file(tmp_path / f"{style}.safetensors", held, metadata))
+    klein = single_file_tensors(small_flux2(guidance_embeds=False), "model.diffusion_model.")
+    paths.append(save_single_file(tmp_path / "klein.safetensors", klein))
+    for name, example in (("flux", "dev"), ("qwenimage", "base")):
+        architecture, other, _ = other_model(name, example)
+        made = file_tensors(architecture.layouts[0], dict(other.named_parameters()))
+        paths.append(save_single_file(tmp_path / f"{name}.safetensors", made))
+    assert main(["verify", *map(str, paths), "--tp", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [result["model"] for result in figures["results"]] == [str(path) for path in paths]
+    assert all(result["passed"] and len(result["rows"]) > 4 for result in figures["results"])
+
+
+def test_the_page_on_files_is_the_commands_output_and_names_tests_that_exist(capsys):
+    from comfy_tp.core.cli import file_kinds, main
+
+    root = Path(__file__).parents[1]
+    assert main(["plan", "--files"]) == 0
+    text = capsys.readouterr().out
+    assert text == (root / "docs" / "files.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    assert len(named) == len(file_kinds.KINDS) + len(file_kinds.REFUSED)
+    for file, test in named:
+        assert f"def {test}(" in (root / file).read_text(encoding="utf-8"), (file, test)
+
+
+def test_the_sizes_on_the_page_are_those_of_the_published_files():
+    from comfy_tp.core.cli.file_kinds import KINDS, resident
+
+    whole = {kind.title: next(resident(kind)) for kind in KINDS}
+    assert abs(whole["FLUX.2-dev, fp8 mixed"] / (33.0 * 2**30) - 1) < 0.01  # the file is 33.0 GiB
+    assert whole["FLUX.2-dev, plain fp8 cast"] == pytest.approx(
+        whole["FLUX.2-dev, single file"] / 2, rel=1e-3
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -64,6 +65,14 @@ def _flipped_structure(rng: random.Random, header: dict, data: bytes, path: Path
     places = [index for index, byte in enumerate(raw) if chr(byte) in '{}[]":']
     place = rng.choice(places)
     write_raw(path, raw[:place] + bytes([raw[place] ^ (1 << rng.randrange(7))]) + raw[place + 1 :], data)
+
+
+def _flipped_bit(rng: random.Random, header: dict, data: bytes, path: Path) -> None:
+    """Any bit of the header, or of its length, is flipped."""
+    write_raw(path, header, data)
+    raw = bytearray(path.read_bytes())
+    raw[rng.randrange(len(raw) - len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(raw)
 
 
 def _wrong_length(rng: random.Random, header: dict, data: bytes, path: Path) -> None:
@@ -153,6 +162,28 @@ def _not_json(rng: random.Random, header: dict, data: bytes, path: Path) -> None
     write_raw(path, claimed, data)
 
 
+def _renamed(rng: random.Random, header: dict, data: bytes, path: Path) -> None:
+    """One letter of a tensor's name is another one; every offset is as it was."""
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    place = rng.choice([index for index, letter in enumerate(name) if letter.isalpha()])
+    letter = rng.choice([one for one in "abcdefghijklmnopqrstuvwxyz_" if one != name[place]])
+    renamed = name[:place] + letter + name[place + 1 :]
+    write_raw(path, {renamed if key == name else key: value for key, value in header.items()}, data)
+
+
+def _reshaped(rng: random.Random, header: dict, data: bytes, path: Path) -> None:
+    """A tensor has another shape of as many values: the header is honest, the model is not this one."""
+    name = rng.choice([name for name, one in header.items() if len(one.get("shape", ())) == 2])
+    shape = header[name]["shape"]
+    count = math.prod(shape)
+    shapes = [[count], [1, count], [count, 1], shape[::-1], [count // 2, 2], [2, count // 2], [*shape, 1]]
+    header[name]["shape"] = rng.choice([other for other in shapes if other != shape])
+    write_raw(path, header, data)
+
+
+# What can happen to a file whose header still reads: only the model that it should hold tells.
+MODEL_DAMAGES: tuple[Damage, ...] = (_truncated, _flipped_bit, _renamed, _reshaped)
+
 DAMAGES: tuple[Damage, ...] = (
     _truncated,
     _grown,
@@ -168,10 +199,10 @@ DAMAGES: tuple[Damage, ...] = (
 )
 
 
-def damaged(seed: int, whole: Path, path: Path) -> str:
+def damaged(seed: int, whole: Path, path: Path, damages: Sequence[Damage] = DAMAGES) -> str:
     """Write a damaged copy of `whole` to `path`; returns the kind of damage."""
     rng = random.Random(seed)
     header, data = split_raw(whole)
-    damage = DAMAGES[seed % len(DAMAGES)]
+    damage = damages[seed % len(damages)]
     damage(rng, header, data, path)
     return damage.__name__.strip("_")
