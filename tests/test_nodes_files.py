@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from comfy_inprocess import (
     relative_error,
 )
 from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
+from weight_files import tensor as raw_tensor
+from weight_files import write_raw
 
 from comfy_tp.core.errors import UnsupportedError
 
@@ -170,6 +174,58 @@ def test_one_rank_is_enough_and_the_log_says_so(dev, models, monkeypatch, caplog
     assert "into 1 shard;" in caplog.text
     native = stock(path, monkeypatch)
     assert relative_error(combined(alone), combined(native)) <= SAME
+
+
+# The kind of file on the page -> ends of the names of the layers that it stores in fp8, as the published files do.
+PUBLISHED = {
+    "FLUX.2-dev, single file": (),
+    "FLUX.2-dev, fp8 mixed": ("_mlp.0", "_mlp.2", ".linear1", ".linear2"),
+    "FLUX.2 klein 9B, fp8": ("_mlp.0", "_mlp.2", ".linear1", ".linear2", "_attn.qkv", "_attn.proj"),
+    "FLUX.2 klein 4B, fp8": ("_mlp.0", "_mlp.2", ".linear1", ".linear2", "_attn.qkv", "_attn.proj"),
+}
+
+
+@pytest.mark.parametrize("title", PUBLISHED)
+def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_page_says(tmp_path, title):
+    import comfy.supported_models
+
+    from comfy_tp.comfy_tp_nodes.model import unet_config
+    from comfy_tp.core.checkpoint.files import Checkpoint
+    from comfy_tp.core.cli.file_kinds import KINDS, resident
+    from comfy_tp.core.loading import open_model
+    from comfy_tp.core.models import architecture_named
+
+    (kind,) = [kind for kind in KINDS if kind.title == title]
+    config = architecture_named("flux2").published[kind.published]
+    flux2 = comfy.supported_models.Flux2(unet_config(config))
+    flux2.set_inference_dtype(torch.bfloat16, None)
+    weights = flux2.get_model({}, "", device="meta").diffusion_model.state_dict()
+    path, size = sparse_file(tmp_path / "real.safetensors", weights, PUBLISHED[title])
+    opened = open_model(Checkpoint.open(path))
+    known = {"num_attention_heads": 48, "num_single_layers": 48, "joint_attention_dim": 15360, **config}
+    assert {name: opened.config[name] for name in known} == known
+    fp8_layers = sum(name.removesuffix(".weight").endswith(PUBLISHED[title]) for name in weights)
+    assert len(opened.scales) == (fp8_layers if PUBLISHED[title] else 0)
+    assert size == next(resident(kind))
+
+
+def sparse_file(path: Path, weights: dict[str, torch.Tensor], fp8: tuple[str, ...]) -> tuple[Path, int]:
+    """A file with a real header and real scales whose weights are holes; returns the bytes of its weights too."""
+    quantised = [name for name in weights if fp8 and name.removesuffix(".weight").endswith(fp8)]
+    header: dict[str, Any] = {}
+    end = 0
+    for name in quantised:
+        header[f"{name.removesuffix('.weight')}.weight_scale"] = raw_tensor([], end, end + 4)
+        end += 4
+    scales = struct.pack("<f", 0.5) * len(quantised)
+    for name, weight in weights.items():
+        size = weight.numel() * (1 if name in quantised else 2)
+        kind = "F8_E4M3" if name in quantised else "BF16"
+        header[name] = raw_tensor(list(weight.shape), end, end + size, kind)
+        end += size
+    write_raw(path, header, scales)
+    os.truncate(path, path.stat().st_size - len(scales) + end)
+    return path, end - len(scales)
 
 
 @pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("qwenimage", "base")])
