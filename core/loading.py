@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -153,9 +154,26 @@ def open_model(
     persistent = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(skeleton)}
     quant.refuse_packed(checkpoint.entries.values())
     ignored = (*quant.SIDE_TENSORS, *architecture.ignored)
-    opened.pieces = check(checkpoint, layout, {**shapes, **persistent}, ignored=ignored)
+    try:
+        opened.pieces = check(checkpoint, layout, {**shapes, **persistent}, ignored=ignored)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_of_a_newer_diffusers(model_class, config)}") from None
     opened.scales = quant.read_scales(checkpoint)
     return opened
+
+
+def _of_a_newer_diffusers(model_class: type, config: Mapping[str, Any]) -> str:
+    """What to add to the error of a model that does not fit: settings that the installed class does not take."""
+    import diffusers
+
+    known = inspect.signature(model_class).parameters
+    unknown = sorted(key for key in config if not key.startswith("_") and key not in known)
+    if not unknown:
+        return ""
+    return (
+        f" The installed diffusers {diffusers.__version__} does not know its setting{'s' if len(unknown) > 1 else ''} "
+        f"{', '.join(unknown[:5])}: if the file is whole, upgrade diffusers."
+    )
 
 
 def load_opened(

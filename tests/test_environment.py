@@ -9,7 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diffusers
 import pytest
+from comfy_inprocess import save_small_model
+
+from comfy_tp.core.checkpoint import Checkpoint
+from comfy_tp.core.errors import CheckpointError
+from comfy_tp.core.loading import open_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,3 +90,16 @@ def test_an_environment_below_the_floor_would_be_changed(source, tmp_path):
     below = {**FLOOR, "diffusers": ("0.35.0", FLOOR["diffusers"][1])}
     with pytest.raises(AssertionError, match=r"diffusers>=0\.36"):
         would_install(source, pretend(tmp_path, below))
+
+
+def test_a_model_that_needs_a_newer_diffusers_says_so(tmp_path):
+    """As FLUX.2 klein does with diffusers 0.36, which does not know `guidance_embeds`."""
+    folder = save_small_model(tmp_path / "model", guidance_embeds=False)
+    config = json.loads((folder / "config.json").read_text())
+    del config["guidance_embeds"]
+    (folder / "config.json").write_text(json.dumps({**config, "guides": False}))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"missing tensor .* diffusers {diffusers.__version__} does not know its setting guides: .*upgrade",
+    ):
+        open_model(Checkpoint.open(folder))
