@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import importlib.util
 import io
 import json
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +93,31 @@ def test_every_loader_says_where_its_file_comes_from(name: str) -> None:
         assert node["widgets_values"][0] == file["name"]
         assert file["url"].startswith("https://huggingface.co/") and file["url"].endswith(f"/{file['name']}")
         assert f"/{file['directory']}/" in file["url"] or "split_files" not in file["url"]
+
+
+def test_the_two_references_are_wired_as_in_comfyuis_own_template() -> None:
+    """The template of this ComfyUI that has two references; its loader is exchanged, its sizes are widgets here."""
+    (path,) = (folder / "templates" / "image_flux2_fp8.json" for folder in template_folders())
+    template = json.loads(path.read_text(encoding="utf-8"))
+    ui, _ = read("flux2_two_references")
+    assert wiring(ui) == wiring(template)
+
+
+def template_folders() -> list[Path]:
+    """The folder of the installed package that holds the templates of image models."""
+    spec = importlib.util.find_spec("comfyui_workflow_templates_media_image")
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+
+
+def wiring(workflow: dict[str, Any]) -> list[tuple[str, int, str, str]]:
+    """Every connection as (from what, its output, to what, its input), without where widgets get their values."""
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    found = []
+    for _, source, output, target, slot, _ in workflow["links"]:
+        kinds = [nodes[number]["type"].replace("UNETLoader", "TPLoadModel") for number in (source, target)]
+        if kinds[0] != "PrimitiveNode":
+            found.append((kinds[0], output, kinds[1], nodes[target]["inputs"][slot]["name"]))
+    return sorted(found)
 
 
 def test_comfyuis_template_browser_lists_them(comfy: ComfyServer) -> None:
@@ -192,7 +219,7 @@ def difference(one: Image.Image, other: Image.Image) -> int:
 def test_it_runs_on_small_files_and_saves_a_picture(stand_ins: ComfyServer, name: str) -> None:
     start = len(stand_ins.log())
     seen = picture(stand_ins, small(stand_ins, name))
-    edits = name in ("flux2_edit_tp_sampler", "flux2_klein_4b_reference")  # as large as the picture they edit
+    edits = "edit" in name or name.endswith("_reference")  # as large as the picture they edit
     assert seen.size == ((2 * SIZE, 2 * SIZE) if edits else (SIZE, SIZE))
     assert all(low < high for low, high in seen.getextrema())
     assert "Traceback" not in stand_ins.log()[start:]

@@ -245,6 +245,32 @@ def klein_text_to_image(
     )
 
 
+def klein_edit(
+    transformer: dict[str, str], text_encoder: dict[str, str], title: str, *, base: bool
+) -> Workflow:
+    """Klein's graph with a picture as a reference of both conditionings; the result has the picture's size."""
+    steps, cfg = (20, 5) if base else (4, 1)
+    return Workflow(
+        {
+            **loaders(transformer, text_encoder),
+            **klein("Make it a watercolour painting on rough paper, keep the composition", base=base),
+            **reference(30, ("4", 0), ("6", 0)),
+            "31": Node("GetImageSize", 2, {"image": ("32", 0)}),
+            "10": klein_guider(("34", 0), ("35", 0), 4, base=base),
+            **stock_sampler(steps, 4, (("31", 0), ("31", 1))),
+            **picture(("9", 0), "comfy-tp/flux2-klein-reference", 6),
+        },
+        note(
+            title,
+            f"{steps} steps at cfg {cfg}. The picture is a reference of both conditionings. The result has its size, "
+            "scaled to one megapixel.",
+            transformer,
+            text_encoder,
+            VAE,
+        ),
+    )
+
+
 GLACIER = (
     "A hand-painted wooden sign reading “FROM MANY, ONE” on a mountain path at dawn, low mist over a glacier lake, "
     "wildflowers in the foreground, 35 mm film photograph"
@@ -359,23 +385,11 @@ WORKFLOWS = {
     "flux2_klein_9b_distilled": klein_text_to_image(
         KLEIN_9B, QWEN_8B, "FLUX.2 klein 9B distilled, sharded", base=False
     ),
-    "flux2_klein_4b_reference": Workflow(
-        {
-            **loaders(KLEIN_4B, QWEN_4B),
-            **klein("Make it a watercolour painting on rough paper, keep the composition", base=False),
-            **reference(30, ("4", 0), ("6", 0)),
-            "31": Node("GetImageSize", 2, {"image": ("32", 0)}),
-            "10": klein_guider(("34", 0), ("35", 0), 4, base=False),
-            **stock_sampler(4, 4, (("31", 0), ("31", 1))),
-            **picture(("9", 0), "comfy-tp/flux2-klein-reference", 6),
-        },
-        note(
-            "FLUX.2 klein 4B, sharded: edit a picture",
-            "The picture is a reference of both conditionings. The result has its size, scaled to one megapixel.",
-            KLEIN_4B,
-            QWEN_4B,
-            VAE,
-        ),
+    "flux2_klein_4b_reference": klein_edit(
+        KLEIN_4B, QWEN_4B, "FLUX.2 klein 4B distilled, sharded: edit a picture", base=False
+    ),
+    "flux2_klein_9b_base_reference": klein_edit(
+        KLEIN_9B_BASE, QWEN_8B, "FLUX.2 klein 9B base, sharded: edit a picture", base=True
     ),
 }
 
