@@ -6,9 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+from weight_files import damaged, small_model
+
 from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.errors import CheckpointError
-from weight_files import damaged, small_model
 
 
 def peak_kilobytes() -> int:
