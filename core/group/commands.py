@@ -6,6 +6,7 @@ A command is `f(context, header, tensors) -> (header, tensors)`; what rank 0 ret
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import socket
@@ -171,6 +172,7 @@ def unload(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) ->
     model = context.models.pop(header["model"], None)
     freed = model.resident_bytes if model is not None else 0
     del model
+    gc.collect()  # a module and what is bound onto it refer to each other
     release_cache(context.device)
     return {"freed": sum(context.gather(freed))}, []
 
