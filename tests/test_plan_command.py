@@ -101,9 +101,9 @@ def test_a_model_of_diffusers_without_a_plan_gets_one_that_resolves() -> None:
 def test_a_diffusers_that_is_too_old_for_a_class_is_named(monkeypatch) -> None:
     monkeypatch.setattr("diffusers.__version__", "0.36.0")
     with pytest.raises(
-        UnsupportedError, match="Flux2Transformer2DModel needs diffusers 0.37.0 or newer; 0.36.0 is"
+        UnsupportedError, match="LTX2VideoTransformer3DModel needs diffusers 0.37.0 or newer; 0.36.0 is"
     ):
-        architecture_named("flux2").load_class()
+        architecture_named("ltx2").load_class()
     assert architecture_named("flux").load_class().__name__ == "FluxTransformer2DModel"
 
 
