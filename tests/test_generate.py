@@ -75,16 +75,9 @@ def test_two_ranks_of_its_own_paint_the_picture_of_one(pipeline, alone, tmp_path
 def test_R8_the_documented_script_runs_under_torchrun(pipeline, alone, tmp_path):
     output = tmp_path / "torchrun.png"
     script = Path(__file__).with_name("tensor_parallel_flux2.py")
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-    ]
-    run([*torchrun, "--master-port", "0", str(script), str(pipeline), str(output)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    run([*torchrun, *meeting, str(script), str(pipeline), str(output)])
     assert difference(output, alone) <= 1
 
 
