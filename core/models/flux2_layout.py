@@ -8,9 +8,7 @@ parts, so the table serves every size (dev, klein 9B and 4B). Read backwards it 
 from __future__ import annotations
 
 from ..checkpoint.layout import FileLayout, Rows, Rule
-
-# Norm weights are called `scale` by Black Forest Labs and `weight` in some files of ComfyUI's time.
-_NORM = {"weight": ("scale", "weight")}
+from .single_file import NORM, PREFIXES, attention_rules
 
 
 def _double(
@@ -19,12 +17,7 @@ def _double(
     file = f"double_blocks.{{i}}.{stream}"
     model = "transformer_blocks.{i}"
     return (
-        Rule(f"{model}.attn.{q}", (Rows(f"{file}_attn.qkv", 0, 3),)),
-        Rule(f"{model}.attn.{k}", (Rows(f"{file}_attn.qkv", 1, 3),)),
-        Rule(f"{model}.attn.{v}", (Rows(f"{file}_attn.qkv", 2, 3),)),
-        Rule(f"{model}.attn.{norm_q}", (Rows(f"{file}_attn.norm.query_norm"),), _NORM),
-        Rule(f"{model}.attn.{norm_k}", (Rows(f"{file}_attn.norm.key_norm"),), _NORM),
-        Rule(f"{model}.attn.{out}", (Rows(f"{file}_attn.proj"),)),
+        *attention_rules(file, model, q=q, k=k, v=v, norm_q=norm_q, norm_k=norm_k, out=out),
         Rule(f"{model}.{ff}.linear_in", (Rows(f"{file}_mlp.0"),)),
         Rule(f"{model}.{ff}.linear_out", (Rows(f"{file}_mlp.2"),)),
     )
@@ -60,15 +53,13 @@ BFL_FLUX2 = FileLayout(
         ),
         Rule("single_transformer_blocks.{i}.attn.to_qkv_mlp_proj", (Rows("single_blocks.{i}.linear1"),)),
         Rule("single_transformer_blocks.{i}.attn.to_out", (Rows("single_blocks.{i}.linear2"),)),
-        Rule(
-            "single_transformer_blocks.{i}.attn.norm_q", (Rows("single_blocks.{i}.norm.query_norm"),), _NORM
-        ),
-        Rule("single_transformer_blocks.{i}.attn.norm_k", (Rows("single_blocks.{i}.norm.key_norm"),), _NORM),
+        Rule("single_transformer_blocks.{i}.attn.norm_q", (Rows("single_blocks.{i}.norm.query_norm"),), NORM),
+        Rule("single_transformer_blocks.{i}.attn.norm_k", (Rows("single_blocks.{i}.norm.key_norm"),), NORM),
         Rule(
             "norm_out.linear",
             (Rows("final_layer.adaLN_modulation.1", 1, 2), Rows("final_layer.adaLN_modulation.1", 0, 2)),
         ),
         Rule("proj_out", (Rows("final_layer.linear"),)),
     ),
-    prefixes=("", "model.diffusion_model.", "diffusion_model."),
+    prefixes=PREFIXES,
 )

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.layout import FileLayout, Rows, Rule
-from .single_file import Shapes, rotary_axes
-
-_NORM = {"weight": ("scale", "weight")}
+from .single_file import NORM, PREFIXES, Shapes, attention_rules, rotary_axes
 
 
 def _double(
@@ -21,12 +19,7 @@ def _double(
     file, model = f"double_blocks.{{i}}.{stream}", "transformer_blocks.{i}"
     return (
         Rule(f"{model}.{norm}.linear", (Rows(f"{file}_mod.lin"),)),
-        Rule(f"{model}.attn.{q}", (Rows(f"{file}_attn.qkv", 0, 3),)),
-        Rule(f"{model}.attn.{k}", (Rows(f"{file}_attn.qkv", 1, 3),)),
-        Rule(f"{model}.attn.{v}", (Rows(f"{file}_attn.qkv", 2, 3),)),
-        Rule(f"{model}.attn.{norm_q}", (Rows(f"{file}_attn.norm.query_norm"),), _NORM),
-        Rule(f"{model}.attn.{norm_k}", (Rows(f"{file}_attn.norm.key_norm"),), _NORM),
-        Rule(f"{model}.attn.{out}", (Rows(f"{file}_attn.proj"),)),
+        *attention_rules(file, model, q=q, k=k, v=v, norm_q=norm_q, norm_k=norm_k, out=out),
         Rule(f"{model}.{ff}.net.0.proj", (Rows(f"{file}_mlp.0"),)),
         Rule(f"{model}.{ff}.net.2", (Rows(f"{file}_mlp.2"),)),
     )
@@ -67,15 +60,15 @@ BFL_FLUX = FileLayout(
         Rule(f"{_SINGLE}.attn.to_v", (Rows(f"{_FILE}.linear1", 2, 7),)),
         Rule(f"{_SINGLE}.proj_mlp", tuple(Rows(f"{_FILE}.linear1", part, 7) for part in (3, 4, 5, 6))),
         Rule(f"{_SINGLE}.proj_out", (Rows(f"{_FILE}.linear2"),)),
-        Rule(f"{_SINGLE}.attn.norm_q", (Rows(f"{_FILE}.norm.query_norm"),), _NORM),
-        Rule(f"{_SINGLE}.attn.norm_k", (Rows(f"{_FILE}.norm.key_norm"),), _NORM),
+        Rule(f"{_SINGLE}.attn.norm_q", (Rows(f"{_FILE}.norm.query_norm"),), NORM),
+        Rule(f"{_SINGLE}.attn.norm_k", (Rows(f"{_FILE}.norm.key_norm"),), NORM),
         Rule(
             "norm_out.linear",
             (Rows("final_layer.adaLN_modulation.1", 1, 2), Rows("final_layer.adaLN_modulation.1", 0, 2)),
         ),
         Rule("proj_out", (Rows("final_layer.linear"),)),
     ),
-    prefixes=("", "model.diffusion_model.", "diffusion_model."),
+    prefixes=PREFIXES,
 )
 
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.layout import FileLayout
-from .single_file import Shapes, rotary_axes
+from .single_file import PREFIXES, Shapes, rotary_axes
 
-QWENIMAGE_FILE = FileLayout(
-    "Qwen-Image single file", prefixes=("", "model.diffusion_model.", "diffusion_model.")
-)
+QWENIMAGE_FILE = FileLayout("Qwen-Image single file", prefixes=PREFIXES)
 PATCH = 2
 
 

@@ -5,7 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.layout import FileLayout
+from ..checkpoint.layout import FileLayout, Rows, Rule
+
+# What single files put before every name.
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
+# Norm weights are called `scale` by Black Forest Labs and `weight` in some files of ComfyUI's time.
+NORM = {"weight": ("scale", "weight")}
+
+
+def attention_rules(
+    file: str, model: str, *, q: str, k: str, v: str, norm_q: str, norm_k: str, out: str
+) -> tuple[Rule, ...]:
+    """One stream's attention in a double block of FLUX: the file's fused qkv is three weights of the model.
+
+    `file` is the stream's name there ("double_blocks.{i}.img"), `model` the block's; the others name its modules.
+    """
+    return (
+        Rule(f"{model}.attn.{q}", (Rows(f"{file}_attn.qkv", 0, 3),)),
+        Rule(f"{model}.attn.{k}", (Rows(f"{file}_attn.qkv", 1, 3),)),
+        Rule(f"{model}.attn.{v}", (Rows(f"{file}_attn.qkv", 2, 3),)),
+        Rule(f"{model}.attn.{norm_q}", (Rows(f"{file}_attn.norm.query_norm"),), NORM),
+        Rule(f"{model}.attn.{norm_k}", (Rows(f"{file}_attn.norm.key_norm"),), NORM),
+        Rule(f"{model}.attn.{out}", (Rows(f"{file}_attn.proj"),)),
+    )
 
 
 class Shapes:
