@@ -93,9 +93,9 @@ def predict(size: Size, machine: Machine, degree: int, tokens: int = 4608) -> Pr
 
 def published() -> list[Size]:
     """The published FLUX.2 models, their parameters counted through the plan on the meta device."""
-    from .loading import build_skeleton
     from .models import architecture_named
     from .plan import resolve_plan
+    from .skeleton import build_skeleton
 
     architecture = architecture_named("flux2")
     sizes = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +19,12 @@ from .checkpoint.reader import ReadReport, Wanted, read_shards
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, UnsupportedError
 from .guards import guard
-from .linear import ReplicatedLinear, ShardedLinear
 from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of
 from .parallelize import apply_plan, resolve
 from .plan import ResolvedPlan
 from .ranks import Ranks
 from .shard import ShardSpec
+from .skeleton import build_skeleton, finish, hold_fp8, persistent_buffers, place
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,7 +32,6 @@ DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-_REGISTERING = threading.Lock()  # one thread at a time replaces nn.Module.register_parameter
 QUANTISE_BYTES = 1 << 30  # float weights that wait at once to be quantised
 HUB_OPTIONS = ("revision", "cache_dir", "local_files_only", "token")
 
@@ -276,17 +273,6 @@ def storage_of(
     return storage
 
 
-def hold_fp8(model: nn.Module, path: str, scales: quant.Scales, plan: ResolvedPlan, ranks: Ranks) -> None:
-    """Make the Linear at `path` one that keeps its weight in fp8 with `scales`."""
-    module = model.get_submodule(path)
-    if not isinstance(module, ShardedLinear):
-        specs = {name: plan.specs[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)}
-        parent, _, last = path.rpartition(".")
-        module = ReplicatedLinear(module, specs, ranks)
-        model.get_submodule(parent)._modules[last] = module
-    module.scales = scales
-
-
 def read_groups(wanted: Mapping[str, Wanted], quantised: Collection[str]) -> list[list[str]]:
     """Parameter names in the groups they are read in: all that are held as read, then those to quantise bit by bit,
     so that never more than `QUANTISE_BYTES` wait in their full width."""
@@ -322,28 +308,6 @@ def _local_bytes(want: Wanted) -> int:
     return size
 
 
-def place(model: nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
-    """Put `shards` in place of the model's meta parameters and persistent buffers."""
-    for name, tensor in shards.items():
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        if last in module._parameters:
-            module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[last] = tensor
-
-
-def finish(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers that no checkpoint holds to `device`, and make sure that no parameter was left out."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if left:
-        raise CheckpointError(f"No weights were read for {len(left)} parameters, first '{left[0]}'.")
-
-
 def stored_dtype(opened: OpenedModel, device: torch.device) -> torch.dtype:
     """The dtype that holds most of the checkpoint's unquantised bytes.
 
@@ -361,45 +325,10 @@ def stored_dtype(opened: OpenedModel, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of `model` that a checkpoint holds."""
-    kept = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in kept:
-            yield name, buffer
-
-
 def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 for a parameter of a module that the model keeps in float32."""
     keep = getattr(model, "_keep_in_fp32_modules", None) or ()
     return torch.float32 if any(module in name.split(".") for module in keep) else dtype
-
-
-def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
-    """The model of `config` with every parameter on the meta device; buffers are real, on the CPU."""
-    with meta_parameters():
-        return model_class.from_config(dict(config)).eval()  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def meta_parameters() -> Iterator[None]:
-    """Inside, this thread's parameters move to the meta device as soon as a module registers them, uninitialised."""
-    thread = threading.get_ident()
-    with _REGISTERING:
-        register = nn.Module.register_parameter
-
-        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            register(module, name, parameter)
-            if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
-                module._parameters[name] = nn.Parameter(
-                    parameter.to("meta"), requires_grad=parameter.requires_grad
-                )
-
-        nn.Module.register_parameter = register_on_meta
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = register
 
 
 def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> Architecture:

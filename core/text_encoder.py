@@ -19,9 +19,10 @@ from torch import nn
 from .checkpoint.files import Checkpoint
 from .checkpoint.layout import FileLayout, check
 from .errors import CheckpointError, UnsupportedError
-from .loading import OpenedModel, meta_parameters
+from .loading import OpenedModel
 from .models.architecture import Architecture
 from .plan import WherePresent
+from .skeleton import meta_parameters
 
 TOKENS = 512  # prompts are padded or cut to this many tokens
 

@@ -17,9 +17,10 @@ from torch import nn
 from .checkpoint.files import Checkpoint
 from .checkpoint.layout import IDENTITY, check
 from .errors import InputError, UnsupportedError
-from .loading import OpenedModel, build_skeleton, persistent_buffers
+from .loading import OpenedModel
 from .models.architecture import Architecture
 from .ranks import Ranks
+from .skeleton import build_skeleton, persistent_buffers
 
 MODEL_CLASS = "AutoencoderKLFlux2"
 PATCH = 2  # a latent position holds a 2x2 patch of the VAE's own latents

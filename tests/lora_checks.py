@@ -435,7 +435,7 @@ def biases(ranks: Ranks) -> dict[str, Any]:
 def fp8(ranks: Ranks) -> dict[str, Any]:
     """On fp8 weights a LoRA is a side path and leaves them alone; what must be merged is rounded anew."""
     from comfy_tp.core import quant
-    from comfy_tp.core.loading import hold_fp8
+    from comfy_tp.core.skeleton import hold_fp8
 
     model = flux2()
     whole = flux2()

@@ -1,0 +1,87 @@
+"""A model without weights: built on the meta device from its configuration, then filled with a rank's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import quant
+from .errors import CheckpointError
+from .linear import ReplicatedLinear, ShardedLinear
+from .plan import ResolvedPlan
+from .ranks import Ranks
+
+_REGISTERING = threading.Lock()  # one thread at a time replaces nn.Module.register_parameter
+
+
+def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
+    """The model of `config` with every parameter on the meta device; buffers are real, on the CPU."""
+    with meta_parameters():
+        return model_class.from_config(dict(config)).eval()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Inside, this thread's parameters move to the meta device as soon as a module registers them, uninitialised."""
+    thread = threading.get_ident()
+    with _REGISTERING:
+        register = nn.Module.register_parameter
+
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
+                module._parameters[name] = nn.Parameter(
+                    parameter.to("meta"), requires_grad=parameter.requires_grad
+                )
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of `model` that a checkpoint holds."""
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            yield name, buffer
+
+
+def hold_fp8(model: nn.Module, path: str, scales: quant.Scales, plan: ResolvedPlan, ranks: Ranks) -> None:
+    """Make the Linear at `path` one that keeps its weight in fp8 with `scales`."""
+    module = model.get_submodule(path)
+    if not isinstance(module, ShardedLinear):
+        specs = {name: plan.specs[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)}
+        parent, _, last = path.rpartition(".")
+        module = ReplicatedLinear(module, specs, ranks)
+        model.get_submodule(parent)._modules[last] = module
+    module.scales = scales
+
+
+def place(model: nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
+    """Put `shards` in place of the model's meta parameters and persistent buffers."""
+    for name, tensor in shards.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        if last in module._parameters:
+            module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[last] = tensor
+
+
+def finish(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers that no checkpoint holds to `device`, and make sure that no parameter was left out."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise CheckpointError(f"No weights were read for {len(left)} parameters, first '{left[0]}'.")
