@@ -48,6 +48,16 @@ class ShardedLinear(nn.Module):
             y = F.linear(x, self.weight, bias)
         return y if self.side is None else self.side.add_to(y, x)
 
+    def product_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Write x [..., in] times the local weight into `out` [..., out], whose rows may lie apart in memory."""
+        rows, target = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
+        if self.scales is not None:
+            target.copy_(quant.product(rows, self.weight, self.scales))
+        else:
+            torch.mm(rows, self.weight.t(), out=target)
+        if self.side is not None:
+            self.side.add_to(target, rows)
+
     def extra_repr(self) -> str:
         spec = self.specs["weight"]
         return f"in={self.in_features}, out={self.out_features}, dim={spec.dim}, blocks={list(spec.blocks)}"
@@ -75,7 +85,15 @@ class RowwiseLinear(ShardedLinear):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's partial sum, before the reduce and without bias. Lets a block join several reduces in one."""
-        return self.product(x)
+        return self.product(self.local_input(x))
+
+    def partial_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """`partial(x)` written into `out` [..., out]."""
+        self.product_into(out, self.local_input(x))
+
+    def local_input(self, x: torch.Tensor) -> torch.Tensor:
+        """What of the layer's input this rank multiplies; here it comes as this rank's slice already."""
+        return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.ranks.all_reduce(self.partial(x))
@@ -85,8 +103,8 @@ class RowwiseLinear(ShardedLinear):
 class RowwiseSplitInputLinear(RowwiseLinear):
     """Row-wise with a replicated input x [..., in], of which this rank's slice is taken first (R26)."""
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum from the whole input.
+    def local_input(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the whole input.
 
         Raises `PlanError` on every rank for an input of another width, such as a slice left by a col-wise layer.
         """
@@ -98,7 +116,41 @@ class RowwiseSplitInputLinear(RowwiseLinear):
             )
         ranges = spec.ranges(self.ranks.rank)
         parts = [x[..., start:stop] for start, stop in ranges]
-        return self.product(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def writes_in_place(x: torch.Tensor) -> bool:
+    """Whether products may be written into a buffer that is there already: not where autograd or autocast has to see
+    each of them, nor in a graph, whose compiler places them itself."""
+    return not (
+        torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling()
+    )
+
+
+def joint_reduce(*products: tuple[nn.Module, torch.Tensor]) -> list[torch.Tensor]:
+    """Run row-wise layers of one width on their inputs [..., in] and join their partial sums with one all-reduce.
+
+    Returns the outputs [..., out] in order, as views of one buffer that the products were written into, and that
+    belongs to this call alone: whoever keeps an output keeps the buffer. Plain Linears (degree 1) just run.
+    """
+    first, x = products[0]
+    if not isinstance(first, RowwiseLinear):
+        return [layer(x) for layer, x in products]
+    rows = [x.shape[:-1].numel() for _, x in products]
+    if writes_in_place(x):
+        buffer = x.new_empty(sum(rows), first.out_features)
+        for (layer, x), part in zip(products, buffer.split(rows), strict=True):
+            layer.partial_into(part, x)
+    else:
+        buffer = torch.cat([layer.partial(x).flatten(0, -2) for layer, x in products])
+    first.ranks.all_reduce(buffer)
+    outputs = []
+    start = 0
+    for (layer, x), count in zip(products, rows, strict=True):
+        output = buffer[start : start + count].view(*x.shape[:-1], first.out_features)
+        outputs.append(output if layer.bias is None else output.add_(layer.bias))
+        start += count
+    return outputs
 
 
 def layer_class(style: LinearStyle) -> type[ShardedLinear]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
-from ..linear import RowwiseLinear
+from ..linear import joint_reduce
 from ..local import LocalAttributes
 from ..plan import PackedColwiseParallel, PackedRowwiseParallel
 from ..ranks import Ranks
@@ -136,23 +136,6 @@ def attend(
         .flatten(2, 3)
         .to(query.dtype)
     )
-
-
-def joint_reduce(*products: tuple[nn.Module, torch.Tensor]) -> list[torch.Tensor]:
-    """Run row-wise layers on their inputs [B, S_i, in] and join their partial sums with a single all-reduce.
-
-    Returns the outputs [B, S_i, out] in order, as views of one buffer. Plain Linears (degree 1) just run.
-    """
-    if not isinstance(products[0][0], RowwiseLinear):
-        return [layer(x) for layer, x in products]
-    lengths = [x.shape[1] for _, x in products]
-    buffer = torch.cat([layer.partial(x) for layer, x in products], dim=1)
-    products[0][0].ranks.all_reduce(buffer)
-    outputs = list(buffer.split(lengths, dim=1))
-    for (layer, _), output in zip(products, outputs, strict=True):
-        if layer.bias is not None:
-            output.add_(layer.bias)
-    return outputs
 
 
 def double_block(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..linear import RowwiseSplitInputLinear
+from ..linear import RowwiseSplitInputLinear, writes_in_place
 from ..ranks import Ranks
 
 
@@ -58,9 +58,14 @@ class JointLinears:
         return forward
 
     def _compute(self, x: torch.Tensor) -> None:
-        partial = [layer.partial(x) for layer in self.layers]
-        joined = self.ranks.all_reduce(torch.cat(partial, dim=-1))
-        self.ready = dict(enumerate(joined.split([part.shape[-1] for part in partial], dim=-1)))
+        widths = [layer.out_features for layer in self.layers]
+        if writes_in_place(x):
+            joined = x.new_empty(*x.shape[:-1], sum(widths))
+            for layer, part in zip(self.layers, joined.split(widths, dim=-1), strict=True):
+                layer.partial_into(part, x)
+        else:
+            joined = torch.cat([layer.partial(x) for layer in self.layers], dim=-1)
+        self.ready = dict(enumerate(self.ranks.all_reduce(joined).split(widths, dim=-1)))
         self.source = x
 
 
