@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from checkpoint_checks import SHAPES, full_tensors, rchar
 from safetensors.torch import save_file
 
-from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, read_shards, reader
+from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, memory, read_shards, reader
+from comfy_tp.core.checkpoint.memory import PAGE, Buffer, Staging
 from comfy_tp.core.errors import CheckpointError, PlanError
 from comfy_tp.core.shard import ShardSpec
 
@@ -253,3 +256,47 @@ def test_weights_read_under_inference_mode_are_ordinary_tensors(tmp_path):
     with torch.inference_mode():
         shards, _ = read_shards(checkpoint, whole(["norm.weight"]), rank=0, degree=1, threads=2)
     assert not shards["norm.weight"].is_inference()
+
+
+def placed(nbytes: int, begin: int) -> torch.Tensor:
+    """Memory that begins `begin` bytes into a page."""
+    memory = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
+    skipped = (begin - memory.data_ptr()) % PAGE
+    return memory[skipped : skipped + nbytes]
+
+
+class PlacedBuffer(Buffer):
+    def __init__(self, staging: Staging, nbytes: int) -> None:
+        super().__init__(staging, nbytes)
+        self._memory = placed(nbytes, 64)
+        self.address = self._memory.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["direct", "staged"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_is_read_to_where_the_kernel_copies_slowly(tmp_path, monkeypatch, dim, dtype):
+    weight = torch.arange(1 << 19, dtype=torch.int32).view(torch.bfloat16).view(1024, 1024)
+    header = {"w": {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [0, weight.nbytes]}}
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        file.write((PAGE + 48 - 8).to_bytes(8, "little"))
+        file.write(json.dumps(header).encode().ljust(PAGE + 48 - 8))
+        file.write(bits(weight).numpy().data)
+
+    def allocate(shape: tuple, dtype: torch.dtype, device: torch.device, shift: int = 0) -> torch.Tensor:
+        return placed(prod(shape) * dtype.itemsize, 64 + shift).view(dtype).view(shape)
+
+    distances = []
+    preadv = os.preadv
+
+    def watched(descriptor: int, views: list, offset: int) -> int:
+        distances.append((torch.frombuffer(views[0], dtype=torch.uint8).data_ptr() - offset) % PAGE)
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(reader, "allocate", allocate)
+    monkeypatch.setattr(memory, "Buffer", PlacedBuffer)
+    monkeypatch.setattr(os, "preadv", watched)
+    wanted = {"w": Wanted(ShardSpec.split(weight.shape, 2, dim), (Piece("w"),), dtype)}
+    checkpoint = Checkpoint.open(tmp_path / "a.safetensors")
+    shards, _ = read_shards(checkpoint, wanted, rank=1, degree=2, threads=1)
+    assert torch.equal(bits(shards["w"]), bits(weight.chunk(2, dim)[1].to(shards["w"].dtype)))
+    assert distances and not [distance for distance in distances if 0 < distance < 32]

@@ -23,11 +23,14 @@ from .broadcast import agree, broadcast_tensors, owners
 from .files import Checkpoint
 from .header import TensorEntry
 from .layout import Piece
-from .memory import Staging, allocate, byte_view
+from .memory import PAGE, SHIFT, Staging, allocate, byte_view, copies_slowly
 
-# Bytes per read call and per staging buffer: large enough that a call costs nothing beside its copy, small enough
-# that a cancel takes effect at once and the staging ring stays small.
-CHUNK = 8 << 20
+# Bytes per read call: large enough that a call costs nothing beside its copy, small enough that a cancel takes effect
+# at once and the staging ring stays small. Staging buffers are a page longer, so that a read can be moved in them.
+CHUNK = (8 << 20) - PAGE
+# Tensors and reads of fewer bytes take no time worth a look at where they lie.
+LARGE = 1 << 20
+ROWS_LOOKED_AT = 64
 # Reads that lie at most this far apart become one call, as long as what is read in vain stays below 1/1000.
 GAP = 4096
 OVER_READ = 1000
@@ -152,6 +155,7 @@ def read_shards(
             for name, want in wanted.items():
                 dtype = want.dtype or checkpoint.entries[want.pieces[0].tensor].torch_dtype
                 tensors[name] = allocate(want.spec.local_shape, dtype, device)
+            _move_from_slow_places(checkpoint, fills, tensors)
             _read_all(checkpoint, fills, tensors, device, threads, counts, progress, cancelled)
         except BaseException as error:
             failure = error
@@ -247,6 +251,45 @@ def _check_wanted(checkpoint: Checkpoint, name: str, want: Wanted, degree: int) 
             f"{checkpoint.path}: '{name}' of shape {list(want.spec.shape)} needs {prod(want.spec.shape)} elements of "
             f"one dtype, but its tensors hold {held} of {len(dtypes)} dtypes. The file does not belong to this model."
         )
+
+
+def _move_from_slow_places(
+    checkpoint: Checkpoint, fills: Sequence[Fill], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Allocate anew the large tensors on the CPU that lie where the kernel would copy into them slowly."""
+    direct: dict[str, list[Fill]] = {}
+    for fill in fills:
+        tensor = tensors[fill.parameter]
+        stored = checkpoint.entries[fill.tensor].torch_dtype
+        if tensor.device.type == "cpu" and tensor.dtype == stored and tensor.nbytes >= LARGE:
+            direct.setdefault(fill.parameter, []).append(fill)
+    for name, own in direct.items():
+        tensor = tensors[name]
+        slow = _slow_bytes(own, tensor.data_ptr())
+        if slow:
+            moved = allocate(tensor.shape, tensor.dtype, tensor.device, SHIFT)
+            tensors[name] = min(tensor, moved, key=lambda place: _slow_bytes(own, place.data_ptr()))
+
+
+def _slow_bytes(fills: Sequence[Fill], address: int) -> int:
+    """Bytes of the fills, and of the first rows of strided ones, that go slowly into a tensor at `address`."""
+    slow = 0
+    for fill in fills:
+        position = address + fill.start
+        for row in range(min(fill.rows, ROWS_LOOKED_AT)):
+            for offset, length in fill.runs:
+                if copies_slowly(position, fill.offset + row * fill.pitch + offset):
+                    slow += length
+                position += length
+    return slow
+
+
+def _shift(part: Fill, address: int) -> int:
+    """How far into a staging buffer at `address` to read the part."""
+    part = replace(part, start=0)
+    return (
+        min(0, SHIFT, key=lambda shift: _slow_bytes([part], address + shift)) if part.nbytes >= LARGE else 0
+    )
 
 
 def _batches(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
@@ -436,7 +479,7 @@ class _Reader:
         }
         # Made in the calling thread, whose current stream the tensors were allocated on.
         staged = any(not self._goes_direct(fill) for fill in fills)
-        self._staging = Staging(device, CHUNK, threads) if staged else None
+        self._staging = Staging(device, CHUNK + PAGE, threads) if staged else None
         self._scratch = memoryview(bytearray(GAP))
         self._announced = dict.fromkeys(descriptors.values(), 0)
 
@@ -465,8 +508,8 @@ class _Reader:
             raise RuntimeError("a batch that was not announced needs staging")
         for fill in batch:
             for part in _chunks(fill):
-                with self._staging.buffer(part.nbytes) as buffer:
-                    self._fill((part,), [buffer.view[: part.nbytes]])
+                with self._staging.buffer(part.nbytes + SHIFT) as buffer:
+                    self._fill((part,), [buffer.view(part.nbytes, _shift(part, buffer.address))])
                     dtype = self._entries[part.tensor].torch_dtype
                     flat = self._tensors[part.parameter].reshape(-1)
                     begin = part.start // dtype.itemsize
