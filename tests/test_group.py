@@ -328,7 +328,7 @@ def test_the_folder_is_private_and_the_token_is_gone_from_it(group):
 def test_logs_of_all_ranks_lie_in_the_log_folder(group):
     with pytest.raises(RankError):
         group.request("raises", {"ranks": [1], "kind": "ValueError", "text": "unmistakable", "others": "end"})
-    logs = "".join(path.read_text() for path in Path(group.log_dir).rglob("stderr.log"))
+    logs = "".join(path.read_text() for path in Path(group.log_dir).glob("rank-*.log"))
     assert "unmistakable on rank 1" in logs
 
 

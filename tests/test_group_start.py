@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_processes import COMMANDS, still_running
+from group_processes import COMMANDS, command_line, still_running
 
 from comfy_tp.core.errors import ConfigError, RankError
 from comfy_tp.core.group.client import RankGroup, check_devices
@@ -259,3 +259,27 @@ def test_the_innermost_frame_is_found_in_a_dump_of_all_stacks():
     )
     assert innermost_frame(dump) == "/b/model.py:7 in forward"
     assert innermost_frame("") == ""
+
+
+def test_forked_ranks_share_what_the_launcher_imported(tmp_path):
+    with RankGroup.start(["cpu", "cpu"], commands=COMMANDS, log_dir=tmp_path) as group:
+        for pid in group.pids:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            size = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+            # In kB; a rank that imports torch by itself has most of it for itself.
+            assert size["Private_Dirty"] < 80_000 < 150_000 < size["Rss"]
+
+
+def test_ranks_that_are_not_forked_are_pythons_of_their_own(tmp_path):
+    with RankGroup.start(["cpu", "cpu"], commands=COMMANDS, log_dir=tmp_path, fork=False) as group:
+        lines = [command_line(pid) for pid in group.pids]
+        assert all(line.startswith(f"{sys.executable} ") for line in lines)
+        assert ["comfy_tp rank 0/2 cpu" in lines[0], "comfy_tp rank 1/2 cpu" in lines[1]] == [True, True]
+        answer = group.request("total", tensors=[torch.ones(3)])
+        assert torch.equal(answer.tensors[0], torch.full((3,), 2.0, dtype=torch.float64))
+    assert still_running(group.pids, 3) == []
+
+
+def test_ranks_on_cuda_devices_are_never_forked():
+    with pytest.raises(ConfigError, match="fork=True: ranks on CUDA devices cannot be forked"):
+        RankGroup.start(["cuda:0"], fork=True)

@@ -38,6 +38,7 @@ from . import pulse as life
 from .channel import Channel, ChannelError, Frame
 from .failure import rebuild
 from .logs import new_log_dir, tail
+from .process import exit_cause, python
 from .pulse import PulseFile
 
 log = logging.getLogger("comfy_tp.group")
@@ -115,6 +116,7 @@ class RankGroup:
         error_grace: float = 5.0,
         collective_timeout: float = 1800.0,
         keepalive: float = 30.0,
+        fork: bool | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
         poll: Callable[[], None] | None = None,
@@ -128,6 +130,8 @@ class RankGroup:
         step seen. heartbeat_timeout: how long one rank may show no sign of life (default: step_timeout, at most
         60). error_grace: how long ranks may wait for one that raised. collective_timeout: torch's own, of every
         collective. keepalive: how often an idle group exchanges a no-op; must be below collective_timeout.
+        fork: whether the launcher imports torch once and forks the ranks, which saves seconds and memory; else each
+        rank starts a Python of its own. Default: on CPU devices under Linux; CUDA allows no fork.
         log_dir: default a new folder in the user's cache. env: added to the ranks' environment. poll: called
         while waiting; what it raises ends the start.
 
@@ -140,6 +144,9 @@ class RankGroup:
             commands = f"{Path(source).absolute()}{colon}{table}"
         if heartbeat_timeout is None:
             heartbeat_timeout = min(step_timeout, 60.0)
+        cuda = names[0].startswith("cuda")
+        if fork and cuda:
+            raise ConfigError("fork=True: ranks on CUDA devices cannot be forked; leave fork out")
         folder = Path(log_dir) if log_dir is not None else new_log_dir()
         folder.mkdir(parents=True, exist_ok=True)
         line = _Line(names, str(folder.absolute()))
@@ -148,6 +155,7 @@ class RankGroup:
                 {
                     "devices": names,
                     "backend": backend,
+                    "fork": not cuda and sys.platform == "linux" if fork is None else fork,
                     "commands": commands,
                     "step_timeout": step_timeout,
                     "heartbeat_timeout": heartbeat_timeout,
@@ -367,11 +375,9 @@ class _Line:
         """Start launcher and ranks, and connect."""
         self._heartbeat_timeout = config["heartbeat_timeout"]
         token = secrets.token_hex(32)
-        script = str(Path(__file__).absolute().with_name("launch.py"))
-        flags = ["-s"] if sys.flags.no_user_site else []
         with open(Path(config["log_dir"]) / "launcher.log", "ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, *flags, script, "comfy_tp launcher"],
+                python("comfy_tp launcher", config["log_dir"]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -495,7 +501,11 @@ class _Line:
                 self._fail(self._explain(told))
         self._process.stdout.close()
         if not self.closed and self.failure is None:
-            text = "The launcher of the ranks ended unexpectedly."
+            try:
+                cause = exit_cause(self._process.wait(END_WAIT))
+            except subprocess.TimeoutExpired:
+                cause = "closed its output"
+            text = f"The launcher of the ranks {cause}."
             end = tail(Path(self.log_dir or "") / "launcher.log", 1000)
             self._fail(RankError(f"{text}\n{end}\nLogs: {self.log_dir}"))
 

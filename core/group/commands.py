@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
+import logging
 import os
 import socket
 import time
@@ -28,7 +30,18 @@ from ..ranks import Ranks
 from ..resident import ResidentModel, release_cache
 from ..sampling import run_sample
 
+log = logging.getLogger("comfy_tp.rank")
+
 Result = tuple[dict[str, Any], list[torch.Tensor]]
+
+
+def prepare() -> None:
+    """Import what every load needs: diffusers, whose own imports take longer than torch's."""
+    try:
+        importlib.import_module("diffusers.models.transformers.transformer_flux2")
+    except ImportError as error:
+        # A load says better what is missing and what to do.
+        log.info("diffusers is not imported yet: %s", error)
 
 
 def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> Result:

@@ -23,7 +23,7 @@ def register_package() -> None:
 
 
 def main() -> None:
-    # argv: this file, what to be (shown by ps), and for a rank its folder and number.
+    # argv: this file, what to be (shown by ps), then for the launcher its log folder, for a rank its folder and number.
     if sys.path and Path(sys.path[0]).absolute() == Path(__file__).absolute().parent:
         del sys.path[0]
     register_package()

@@ -1,8 +1,8 @@
 """The launcher: a small process between the client and the ranks of one machine.
 
-It reads its configuration as one JSON line from stdin, makes the group's private folder, starts the ranks with
-torch's own supervision, and tells the client on stdout, in JSON lines, what happens to them. Its stdin is the
-lifetime of the group: at its end the ranks are killed by pid and the folder is removed.
+It reads its configuration as one JSON line from stdin, makes the group's private folder, starts the ranks
+(`process`), and tells the client on stdout, in JSON lines, what happens to them. Its stdin is the lifetime of the
+group: at its end the ranks are killed by pid and the folder is removed.
 
 It ends the group when a rank dies, stops, hangs, or raised while the others wait for it (`judge`), and says which
 rank and why.
@@ -10,6 +10,7 @@ rank and why.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -19,13 +20,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from . import pulse as life
 from .judge import Judge
 from .logs import RUNNING, tail
+from .process import RankProcess, exit_cause
 from .pulse import PulseFile
 
 log = logging.getLogger("comfy_tp.launcher")
@@ -36,18 +41,7 @@ SOCKET_PATH_LIMIT = 100
 KILL_WAIT = 3.0
 # Of several ranks found dead together, one that only lost its peer is not the cause.
 CAUSE_WAIT = 0.5
-
-
-def exit_cause(exitcode: int) -> str:
-    """How a process ended, in words; a negative number is a signal, as in `subprocess`."""
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "unknown"
-    guess = ", probably out of memory" if -exitcode == signal.SIGKILL else ""
-    return f"was killed by signal {-exitcode} ({name}){guess}"
+WATCH_TICK = 0.05
 
 
 def read_line(descriptor: int, limit: int, timeout: float) -> bytes:
@@ -117,7 +111,6 @@ class Launcher:
             state_of=self._process_state,
         )
         self.pids: dict[int, int] = {}
-        self._context: Any = None
         self._pidfds: list[int] = []
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -149,44 +142,78 @@ class Launcher:
             return
 
     def _start(self, attempt: int, extra: dict[str, str]) -> None:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
-
         self._write_private("token", self.config["token"])
         public = {key: value for key, value in self.config.items() if key not in ("token", "env")}
         self._write_private("config.json", json.dumps({**public, "attempt": attempt}))
         common = {**rank_environment(self.config, self.degree), **extra}
-        script = str(Path(__file__).absolute().with_name("launch.py"))
-        flags = ["-s"] if sys.flags.no_user_site else []
-        arguments: dict[int, tuple] = {}
-        environments: dict[int, dict[str, str]] = {}
-        for rank, device in enumerate(self.devices):
-            title = f"comfy_tp rank {rank}/{self.degree} {device}"
-            arguments[rank] = (*flags, script, title, str(self.folder), str(rank))
-            environments[rank] = {
-                **common,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.degree),
-                "LOCAL_WORLD_SIZE": str(self.degree),
-                "TORCHELASTIC_RUN_ID": "ranks",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            }
         for slot in range(1, self.degree + 1):
             self.pulse.put(slot, life.HEARTBEAT, 0.0)
             self.pulse.put(slot, life.STATE, life.STARTING)
-        self._context = start_processes(
-            name="comfy_tp",
-            entrypoint=sys.executable,
-            args=arguments,
-            envs=environments,
-            logs_specs=DefaultLogsSpecs(log_dir=self.config["log_dir"], redirects=Std.ALL),
-        )
-        self.pids = dict(self._context.pids())
+            (self.folder / f"ended-{slot - 1}.json").unlink(missing_ok=True)
+        fork = self.config["fork"]
+        if fork:
+            # Read by the libraries when they are imported.
+            os.environ.update(common)
+            self._import()
+        for rank, device in enumerate(self.devices):
+            process = RankProcess(
+                title=f"comfy_tp rank {rank}/{self.degree} {device}",
+                folder=self.folder,
+                rank=rank,
+                environment={
+                    **common,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(self.degree),
+                    "LOCAL_WORLD_SIZE": str(self.degree),
+                },
+                log=self._log_of(rank),
+            )
+            self.pids[rank] = process.start(fork=fork, private=[self._speak.fileno()])
         self.tell("ranks", pids=[self.pids[rank] for rank in range(self.degree)])
         try:
             self._pidfds = [os.pidfd_open(pid) for pid in self.pids.values()]
         except (AttributeError, OSError):
             self._pidfds = []
+
+    def _log_of(self, rank: int) -> Path:
+        return Path(self.config["log_dir"]) / f"rank-{rank}.log"
+
+    def _import(self) -> None:
+        """Import what the ranks need, once for all of them."""
+        for slot in range(1, self.degree + 1):
+            self.pulse.set_note(slot, "loading its commands")
+        with self._watching():
+            from .rank import prepare_commands
+
+            try:
+                prepare_commands(self.config["commands"])
+            except Exception:
+                log.exception("the commands cannot be imported; the ranks will say why")
+        # What is there by now never becomes garbage: the ranks' collectors leave the shared pages alone.
+        gc.collect()
+        gc.freeze()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """While the main thread is busy, end everything when the lifetime ends."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                readable, _, _ = select.select([0], [], [], WATCH_TICK)
+                if (readable and not os.read(0, 4096)) or os.getppid() != self._parent:
+                    self.end()
+                    os._exit(0)
+
+        thread = threading.Thread(target=watch, name="comfy_tp lifetime", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            # No process with a second thread is forked.
+            thread.join()
 
     def _write_private(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -243,18 +270,15 @@ class Launcher:
         if error is not None and code == 1:
             failure["error"] = error
         elif code != life.EXIT_PEER_LOST:
-            failure["log_tail"] = tail(self._context.stderrs[rank])
+            failure["log_tail"] = tail(self._log_of(rank))
         return failure
 
     def _recorded_error(self, rank: int) -> dict[str, Any] | None:
-        """The exception that ended a rank, from the error file that torch's supervision keeps."""
+        """The exception that ended a rank, as it wrote it down."""
         try:
-            message = json.loads(Path(self._context.error_files[rank]).read_text())["message"]
-            kind, _, text = message["message"].partition(": ")
-            stack = message["extraInfo"]["py_callstack"]
-        except (OSError, ValueError, KeyError, TypeError):
+            return json.loads((self.folder / f"ended-{rank}.json").read_text())
+        except (OSError, ValueError):
             return None
-        return {"type": kind, "original": kind, "message": text, "traceback": stack}
 
     def _about(self, rank: int) -> dict[str, Any]:
         return {**self.judge.about(rank), "pid": self.pids[rank]}
@@ -312,15 +336,18 @@ class Launcher:
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds = []
-        if self._context is not None and len(self._exited()) == len(self.pids):
-            self._context.close(death_sig=signal.SIGKILL, timeout=1)
+        for pid in self.pids.values():
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
         self.pids = {}
-        self._context = None
 
     def end(self) -> None:
-        """Kill what runs and remove the folder."""
+        """Kill what runs, and remove the folder and the mark of a running group."""
         self._kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        (Path(self.config["log_dir"]) / RUNNING).unlink(missing_ok=True)
 
 
 def innermost_frame(stacks: str) -> str:
@@ -355,7 +382,6 @@ def main() -> NoReturn:
         if launcher is not None:
             launcher.end()
         shutil.rmtree(folder, ignore_errors=True)
-        (Path(config["log_dir"]) / RUNNING).unlink(missing_ok=True)
     # Torch's own teardown takes long, and the client waits for this process.
     logging.shutdown()
     os._exit(0)

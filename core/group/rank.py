@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -235,24 +236,41 @@ def load_commands(where: str) -> dict[str, Command]:
     If the table's module has a function `describe_models(context) -> dict`, `status` adds its entries.
     Raises ConfigError where there is no such module or table.
     """
+    module, table = _import_commands(where)
+    status = make_status(getattr(module, "describe_models", None))
+    return {**BUILT_IN, "status": status, **table}
+
+
+def prepare_commands(where: str) -> None:
+    """Import the commands, and call their module's `prepare()` if it has one: for what all ranks would import later."""
+    module, _ = _import_commands(where)
+    getattr(module, "prepare", lambda: None)()
+
+
+def _import_commands(where: str) -> tuple[ModuleType, dict[str, Command]]:
     source, colon, name = where.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"commands {where!r} is not of the form 'module:NAME' or 'path/to/file.py:NAME'")
     try:
-        if source.endswith(".py"):
+        known = sys.modules.get("comfy_tp_commands")
+        if source.endswith(".py") and known is not None and known.__file__ == source:
+            module = known
+        elif source.endswith(".py"):
             spec = importlib.util.spec_from_file_location("comfy_tp_commands", source)
             if spec is None or spec.loader is None or not Path(source).is_file():
                 raise FileNotFoundError(f"no such file: {source}")
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[spec.name]
+                raise
         else:
             module = importlib.import_module(source)
-        table = getattr(module, name)
+        return module, getattr(module, name)
     except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(f"the rank commands {where!r} cannot be loaded: {error}") from error
-    status = make_status(getattr(module, "describe_models", None))
-    return {**BUILT_IN, "status": status, **table}
 
 
 class CommandLoop:
@@ -475,10 +493,14 @@ class CommandLoop:
         if self.on_raised is not None:
             self.on_raised(error)
         if self.folder is not None:
-            path = self.folder / f"raised-{self.context.rank}.json"
-            unfinished = path.with_suffix(".part")
-            unfinished.write_text(json.dumps(error))
-            unfinished.replace(path)
+            write_error(self.folder / f"raised-{self.context.rank}.json", error)
+
+
+def write_error(path: Path, error: dict[str, Any]) -> None:
+    """A described error, for the launcher; the file is there only when it is complete."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(error))
+    unfinished.replace(path)
 
 
 def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: torch.device) -> str | None:
@@ -562,16 +584,14 @@ def unix_listener(path: Path) -> socket.socket:
 
 def main(folder_name: str, rank: int) -> NoReturn:
     """Run a rank of a group on one machine, started by the launcher."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    logging.basicConfig(
+        force=True, format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(folder_name)
     end_with_lifetime()
     stacks = open(folder / f"stacks-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    handler = get_error_handler()
-    handler.initialize()
     code = 1
     try:
         _serve(folder, rank)
@@ -582,7 +602,7 @@ def main(folder_name: str, rank: int) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
         traceback.print_exc()
-        handler.record_exception(error)
+        write_error(folder / f"ended-{rank}.json", describe(error, rank, "its device"))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
