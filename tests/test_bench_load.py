@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -54,4 +59,79 @@ def test_different_weights_are_noticed_where_the_shards_have_one_shape():
 def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
     with pytest.raises(RankError, match=r"Rank [01] of .* ended with 1:\n.*No module named"):
         run_ranks("comfy_tp.no_such_program", ["ours"], 2, 1, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+MEASURED_FOREVER = """
+import sys, tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from comfy_tp.core.cli import bench
+from comfy_tp.core.cli.rank_processes import run_ranks
+
+def measure(_):
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+        run_ranks("sleeper", [], 2, 1, Path(folder))
+
+bench.run(SimpleNamespace(run_measurement=measure))
+"""
+LOAD_MEASURED = """
+import argparse, sys
+from comfy_tp.core.cli import bench, bench_load
+
+parser = argparse.ArgumentParser()
+bench_load.add_arguments(parser)
+args = parser.parse_args(["--folder", sys.argv[1]])
+bench.run(argparse.Namespace(run_measurement=bench_load.run, **vars(args)))
+"""
+SLEEPER = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], f"pid-{os.getpid()}").touch()
+time.sleep(60)
+"""
+
+
+def found(folder: Path, pattern: str, count: int) -> list[Path]:
+    """The `count` files of that pattern, once they are there."""
+    deadline = time.monotonic() + 60
+    while len(paths := list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{folder} has no {pattern}"
+        time.sleep(0.02)
+    return paths
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_ranks_and_leaves_no_file(tmp_path, number):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    work = tmp_path / "work"
+    work.mkdir()
+    bench = subprocess.Popen(
+        [sys.executable, "-c", MEASURED_FOREVER, str(work)], env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    try:
+        ranks = [int(path.name.removeprefix("pid-")) for path in found(work, "*/*/pid-*", 2)]
+        bench.send_signal(number)
+        assert bench.wait(timeout=20) == 128 + number
+    finally:
+        bench.kill()
+        bench.wait(timeout=20)
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    assert os.listdir(work) == []
+
+
+def test_a_terminated_load_bench_takes_its_checkpoint_with_it(tmp_path):
+    bench = subprocess.Popen(
+        [sys.executable, "-c", LOAD_MEASURED, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "making a FLUX.2-shaped checkpoint" in bench.stdout.readline()
+        assert os.listdir(tmp_path)
+        bench.terminate()
+        assert bench.wait(timeout=20) == 143
+    finally:
+        bench.kill()
+        bench.communicate(timeout=20)
     assert os.listdir(tmp_path) == []

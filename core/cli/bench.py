@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 # One module per measurement, with the same two functions as a subcommand's.
 MEASUREMENTS = {
@@ -33,5 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
-    """Run the chosen measurement."""
-    return args.run_measurement(args)
+    """Run the chosen measurement. SIGTERM, SIGINT and SIGHUP end it with its ranks and its files removed."""
+    with unwound_by_signals():
+        return args.run_measurement(args)
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Inside, a signal that ends the process raises `SystemExit(128 + number)`, so that what is open gets closed.
+
+    Further ones are ignored meanwhile. One that the process was started to ignore, and any in another thread than the
+    main one, stay as they are.
+    """
+    before = {}
+
+    def end(number: int, _: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
