@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .loading import from_pretrained
     from .parallelize import enable_parallelism
     from .plan import PackedColwiseParallel, PackedRowwiseParallel
+    from .restart import save_shards
     from .shard import ShardSpec
 
 _PUBLIC = {
@@ -22,6 +23,7 @@ _PUBLIC = {
     "PackedRowwiseParallel": "plan",
     "enable_parallelism": "parallelize",
     "from_pretrained": "loading",
+    "save_shards": "restart",
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "TensorParallelConfig",
     "enable_parallelism",
     "from_pretrained",
+    "save_shards",
 ]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from .agreement import guard_inputs
@@ -63,21 +64,14 @@ def save_pretrained(
     """
     from .checkpoint.writer import save_pretrained as write
 
-    state = model.tensor_parallel
-    ranks: Ranks = state.ranks
-    shards = dict(model.state_dict())
-    specs = dict(state.plan.specs)
-    buffers = dict(model.named_buffers())
-    for name, tensor in shards.items():
-        if name not in specs and name in buffers:
-            specs[name] = ShardSpec.replicated(tensor.shape, ranks.degree)
-    unknown = [name for name in shards if name not in specs]
+    shards, specs, config = saved_state(model)
     quantised = [name for name, tensor in shards.items() if tensor.element_size() == 1]
-    if unknown or quantised:
+    if quantised:
         raise UnsupportedError(
             f"A {type(model).__name__} that holds fp8 weights cannot be saved as a plain checkpoint "
-            f"('{(unknown or quantised)[0]}'). Keep the file that it was loaded from."
+            f"('{quantised[0]}'). Keep the file that it was loaded from, or save the shards with save_shards."
         )
+    ranks: Ranks = model.tensor_parallel.ranks
     write(
         folder,
         shards,
@@ -85,9 +79,36 @@ def save_pretrained(
         rank=ranks.rank,
         degree=ranks.degree,
         group=ranks.group,
-        config=json.loads(model.to_json_string()),
+        config=config,
         max_shard_bytes=byte_count(max_shard_size),
     )
+
+
+def saved_state(
+    model: nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, ShardSpec], dict[str, Any]]:
+    """What a save of a sharded `model` is made of: this rank's tensors, their layouts, and the configuration.
+
+    Raises `UnsupportedError` while LoRA patches are on the shards, or when the model has no configuration.
+    """
+    name = type(model).__name__
+    state = model.tensor_parallel
+    if state.patched:
+        raise UnsupportedError(
+            f"'{name}' has LoRA patches on its shards, some of them merged into the weights, so it cannot be saved. "
+            f"Remove them (`WeightPatches.set([])`), save, and apply them again."
+        )
+    if not hasattr(model, "to_json_string"):
+        raise UnsupportedError(
+            f"'{name}' has no configuration to save beside its weights: it is no diffusers model. Save its tensors "
+            f"with `ShardSpec.gather`."
+        )
+    shards = dict(model.state_dict())
+    specs = dict(state.plan.specs)
+    for buffer, tensor in model.named_buffers():
+        if buffer in shards:
+            specs.setdefault(buffer, ShardSpec.replicated(tensor.shape, state.ranks.degree))
+    return shards, {tensor: specs[tensor] for tensor in shards}, json.loads(model.to_json_string())
 
 
 def byte_count(size: int | str) -> int:

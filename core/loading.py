@@ -23,6 +23,7 @@ from .models import ARCHITECTURES, Architecture, architecture_named, architectur
 from .parallelize import apply_plan, resolve
 from .plan import ResolvedPlan
 from .ranks import Ranks
+from .restart import load_shards, saved_shards
 from .shard import ShardSpec
 from .skeleton import build_skeleton, finish, hold_fp8, persistent_buffers, place
 
@@ -70,14 +71,15 @@ def from_pretrained(
 
     `dtype` defaults to float32, as the model's own `from_pretrained` does. Every check (degree, heads, blocks,
     device, headers) runs before anything is allocated. `progress(bytes_done, bytes_total)` counts this rank's bytes;
-    `cancelled()` may raise to stop.
+    `cancelled()` may raise to stop. From a folder that `save_shards` wrote every rank reads its own file, in the dtype
+    that it was saved in.
 
     Raises `ConfigError` for the options that would load the full checkpoint (R12-R15), `CheckpointError` for weights
     that are not safetensors (R16), damaged or of another model, `PlanError` for a degree that does not fit.
 
     Source: diffusers tensor-parallelism page, "Load a sharded model".
     """
-    dtype = options.pop("torch_dtype", None) or dtype or torch.float32
+    dtype = options.pop("torch_dtype", None) or dtype
     refuse_options(options)
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if options:
@@ -86,17 +88,26 @@ def from_pretrained(
         )
     config = TensorParallelConfig.of(parallel_config)
     ranks = Ranks.of(config, device)
+    saved = saved_shards(name_or_path, subfolder)
+    if saved is not None:
+        model = load_shards(
+            model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
+        )
+        guard(model, ranks)
+        return model
     location = resolve_source(name_or_path, subfolder=subfolder, **hub)
     opened = open_model(Checkpoint.open(location), model_class=model_class)
     if ranks.degree > 1:
         check_files(ranks, opened.checkpoint)
-    model, _ = load_opened(opened, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled)
+    model, _ = load_opened(
+        opened, ranks, config=config, dtype=dtype or torch.float32, progress=progress, cancelled=cancelled
+    )
     guard(model, ranks)
     return model
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Remove the loading options that tensor parallelism honours by itself, refuse refuse others (R12-R15)."""
+    """Remove the loading options that tensor parallelism honours by itself, refuse the others (R12-R15)."""
     reasons = {
         "device_map": (None, "each rank's shards go to its own device. Leave `device_map` out"),
         "quantization_config": (

@@ -174,6 +174,7 @@ class WeightPatches:
                 self._add_side(name, side)
         self.held = staged.placed
         self._signatures = staged.signatures
+        self.state.patched = bool(staged.signatures)
         merged = len(self._originals)
         return replace(
             staged.report,

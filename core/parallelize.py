@@ -18,13 +18,14 @@ from .ranks import Ranks
 
 
 class ShardedState:
-    """What a sharded model knows of itself, kept on it as `model.tensor_parallel`."""
+    """What a sharded model knows of itself, kept on it as `model.tensor_parallel`. `patched`: LoRAs are in place."""
 
     def __init__(self, architecture: Architecture, plan: ResolvedPlan, ranks: Ranks):
         self.architecture = architecture
         self.plan = plan
         self.ranks = ranks
         self.compute_dtype: torch.dtype | None = None
+        self.patched = False
 
 
 def resolve(

@@ -156,19 +156,30 @@ class ShardSpec:
         if len(shards) != self.degree:
             raise PlanError(f"Expected the parts of {self.degree} ranks, got {len(shards)}.")
         for rank, part in enumerate(shards):
-            if tuple(part.shape) != self.local_shape:
-                raise PlanError(
-                    f"Rank {rank} holds a part of shape {list(part.shape)}, expected {list(self.local_shape)}."
-                )
+            self._check_part(part, rank)
         if self.dim is None:
             return shards[0]
         full = torch.empty(self.shape, dtype=shards[0].dtype, device=shards[0].device)
         for rank, part in enumerate(shards):
-            taken = 0
-            for start, stop in self.ranges(rank):
-                full.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, taken, stop - start))
-                taken += stop - start
+            self.put(full, part, rank)
         return full
+
+    def put(self, full: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+        """Copy the `part` that `rank` holds to its places in the `full` tensor, on whichever devices they lie."""
+        self._check_part(part, rank)
+        if self.dim is None:
+            full.copy_(part)
+            return
+        taken = 0
+        for start, stop in self.ranges(rank):
+            full.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, taken, stop - start))
+            taken += stop - start
+
+    def _check_part(self, part: torch.Tensor, rank: int) -> None:
+        if tuple(part.shape) != self.local_shape:
+            raise PlanError(
+                f"Rank {rank} holds a part of shape {list(part.shape)}, expected {list(self.local_shape)}."
+            )
 
     def slice_of(self, start: int, stop: int, dim: int) -> ShardSpec:
         """The layout of the sub-tensor [start, stop) along `dim`, which must not cut through a packed block.

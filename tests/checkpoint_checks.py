@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, read_shards
-from comfy_tp.core.checkpoint.writer import load_shards, save_pretrained, save_shards
+from comfy_tp.core.checkpoint.writer import save_pretrained
+from comfy_tp.core.cli.bench_load import MemoryWatch
 from comfy_tp.core.errors import CheckpointError
 from comfy_tp.core.ranks import Ranks
 from comfy_tp.core.shard import ShardSpec
@@ -154,6 +155,34 @@ def saving(ranks: Ranks, path: str, folder: str, max_shard_bytes: int) -> list[s
     return [name for name in full if name not in found or not torch.equal(found[name], full[name])]
 
 
+def saving_in_memory(ranks: Ranks, folder: str) -> dict[str, int]:
+    """What saving a model of ten tensors, 8 MiB each, takes of anonymous memory at its peak."""
+    rows = 2048
+    layout = {
+        "replicated": ShardSpec.replicated((rows, rows), ranks.degree),
+        **{f"cols.{i}": ShardSpec.split((rows, rows), ranks.degree, 0) for i in range(4)},
+        **{f"packed.{i}": ShardSpec.split((rows, rows), ranks.degree, 0, (512, 1536)) for i in range(2)},
+        **{f"rows.{i}": ShardSpec.split((rows, rows), ranks.degree, 1) for i in range(3)},
+    }
+    shards = {name: torch.ones(spec.local_shape, dtype=torch.bfloat16) for name, spec in layout.items()}
+
+    def save(names: list[str], into: str) -> None:
+        save_pretrained(
+            os.path.join(folder, into),
+            {name: shards[name] for name in names},
+            layout,
+            rank=ranks.rank,
+            degree=ranks.degree,
+            group=dist.group.WORLD,
+        )
+
+    save(["cols.0"], "warm")  # gloo's own buffers
+    with MemoryWatch() as memory:
+        save(list(layout), "model")
+    largest = 2 * rows * rows
+    return {"peak": memory.anonymous_peak, "largest": largest, "model": largest * len(layout)}
+
+
 def saving_fails(ranks: Ranks, path: str, folder: str) -> str:
     """Rank 0 cannot write; every rank must say so."""
     shards, _ = _read(ranks, path)
@@ -164,31 +193,3 @@ def saving_fails(ranks: Ranks, path: str, folder: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was raised"
-
-
-def shard_files(ranks: Ranks, path: str, folder: str) -> dict:
-    """Save one file per rank and load it again; and what is said when it does not belong."""
-    checkpoint = Checkpoint.open(path)
-    shards, _ = _read(ranks, path)
-    layout = specs(ranks.degree)
-    options = {"rank": ranks.rank, "degree": ranks.degree}
-    save_shards(folder, shards, layout, source=checkpoint.fingerprint(), group=dist.group.WORLD, **options)
-    again, report = load_shards(folder, layout, source=checkpoint.fingerprint(), **options)
-    refusals = []
-    other_plan = {**layout, "to_q.weight": ShardSpec.replicated(SHAPES["to_q.weight"][0], ranks.degree)}
-    other_source = [(name, size, 1) for name, size, _ in checkpoint.fingerprint()]
-    for specs_, source, where in (
-        (layout, other_source, folder),
-        (other_plan, checkpoint.fingerprint(), folder),
-        (layout, checkpoint.fingerprint(), os.path.join(folder, "nowhere")),
-    ):
-        try:
-            load_shards(where, specs_, source=source, **options)
-        except CheckpointError as error:
-            refusals.append(str(error))
-    return {
-        "equal": all(torch.equal(again[name], shards[name]) for name in shards) and set(again) == set(shards),
-        "bytes_read": report.bytes_read,
-        "bytes_kept": report.bytes_kept,
-        "refusals": refusals,
-    }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_checks import SHAPES, full_tensors, specs
+from checkpoint_checks import full_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,9 +15,7 @@ from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.checkpoint.writer import (
     FileStream,
     file_order,
-    load_shards,
     save_pretrained,
-    save_shards,
     write_file,
 )
 from comfy_tp.core.cli.bench_load import MemoryWatch
@@ -118,14 +116,6 @@ def test_diffusers_reads_back_what_was_saved(tmp_path):
     again = Flux2Transformer2DModel.from_pretrained(tmp_path)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, weights[name]), name
-
-
-def test_shards_of_another_degree_are_named(tmp_path):
-    tensors = full_tensors()
-    layout = {name: ShardSpec.replicated(shape, 1) for name, (shape, _) in SHAPES.items()}
-    path = save_shards(tmp_path, tensors, layout, rank=0, degree=1, source=[])
-    with pytest.raises(CheckpointError, match=f"no shards of rank 0 of 2 .*It has: {path.name}"):
-        load_shards(tmp_path, specs(2), rank=0, degree=2, source=[])
 
 
 def test_saving_holds_no_more_than_two_tensors(tmp_path):

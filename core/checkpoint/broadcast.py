@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ..errors import CheckpointError
 from .files import Checkpoint
 
 if TYPE_CHECKING:
@@ -46,6 +47,23 @@ def agree(group: dist.ProcessGroup | None, degree: int, rank: int, failed: bool)
     flags[rank] = int(failed)
     dist.all_reduce(flags, group=group)
     return [index for index, flag in enumerate(flags.tolist()) if flag]
+
+
+def raise_together(
+    group: dist.ProcessGroup | None, degree: int, rank: int, failure: BaseException | None, others: str
+) -> None:
+    """Raise on every rank when one of them failed, so that none waits for it.
+
+    The one that failed raises its own `failure`, the others a `CheckpointError` that begins with its number and goes
+    on with `others`.
+    """
+    failed = []
+    if group is not None and degree > 1:
+        failed = agree(group, degree, rank, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointError(f"Rank {', '.join(map(str, failed))} {others}")
 
 
 def broadcast_tensors(

@@ -21,6 +21,9 @@ CONFIG_LIMIT = 4_000_000
 # One owner and one name, each of letters, digits, '.', '_' and '-': how the hub spells a repository.
 REPOSITORY_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
+# What `save_shards` calls the file of a rank: its number and the degree.
+RANK_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -47,7 +50,7 @@ class Checkpoint:
         """
         location = Path(path).expanduser()
         if subfolder:
-            location = _inside(location, subfolder)
+            location = inside(location, subfolder)
         files = locate_weights(location, variant)
         headers = tuple(read_header(file) for file in files.paths)
         entries: dict[str, TensorEntry] = {}
@@ -106,6 +109,7 @@ def locate_weights(location: Path, variant: str | None = None) -> WeightFiles:
         if location.name.endswith(".index.json"):
             return _indexed(location)
         _require_safetensors(location)
+        _refuse_rank_file(location.parent, location.name)
         return WeightFiles((os.fspath(location),))
     if not location.is_dir():
         raise CheckpointError(
@@ -155,6 +159,7 @@ def _only_candidate(folder: Path) -> WeightFiles:
         return WeightFiles((os.fspath(folder / singles[0]),))
     shards = [name for name in names if name.endswith(SAFETENSORS_SUFFIXES)]
     if shards:
+        _refuse_rank_file(folder, shards[0])
         raise CheckpointError(
             f"{folder} holds {shards[0]} but no *.safetensors.index.json that names all parts. Download the index file."
         )
@@ -168,6 +173,17 @@ def _only_candidate(folder: Path) -> WeightFiles:
     if others:
         _require_safetensors(folder / others[0])
     raise CheckpointError(f"{folder} holds no safetensors weights. It has: {_listing(folder)}.")
+
+
+def _refuse_rank_file(folder: Path, name: str) -> None:
+    found = RANK_FILE.fullmatch(name)
+    if found is not None:
+        degree = int(found[2])
+        raise CheckpointError(
+            f"{folder} holds the shards of {degree} ranks that save_shards wrote ({name}), not a whole model. They are "
+            f"for comfy_tp.core.from_pretrained with TensorParallelConfig(tp_degree={degree}); here, choose the file or "
+            f"folder that the model was first loaded from."
+        )
 
 
 def _require_safetensors(path: Path) -> None:
@@ -236,7 +252,8 @@ def _read_json(path: Path, limit: int) -> dict[str, Any]:
     return table
 
 
-def _inside(folder: Path, subfolder: str) -> Path:
+def inside(folder: Path, subfolder: str) -> Path:
+    """The folder `subfolder` in `folder`. Raises `CheckpointError` when it leads out of it or is not there."""
     parts = Path(subfolder).parts
     if Path(subfolder).is_absolute() or ".." in parts:
         raise CheckpointError(
@@ -274,7 +291,7 @@ def resolve_source(
     name = os.fspath(name_or_path)
     local = Path(name).expanduser()
     if local.exists():
-        location = _inside(local, subfolder) if subfolder else local
+        location = inside(local, subfolder) if subfolder else local
         locate_weights(location, variant)
         return location
     if (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..shard import ShardSpec
-from .broadcast import agree
+from .broadcast import raise_together
 from .files import Checkpoint
 from .header import DTYPE_NAMES
-from .layout import Piece
 from .memory import byte_view
-from .reader import ReadReport, Wanted, read_shards
 
 WEIGHTS_NAME = "diffusion_pytorch_model"
 # What diffusers writes into one file unless told otherwise.
 MAX_SHARD_BYTES = 10_000_000_000
-SHARDS_FORMAT = "comfy-tp shards 1"
 
 Table = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
@@ -119,7 +116,11 @@ class FileStream:
 
     def publish(self) -> None:
         """Give the finished file its name."""
-        os.replace(self._temporary, self.path)
+        try:
+            os.replace(self._temporary, self.path)
+        except OSError as error:
+            self.abort()
+            raise self._refusal(error) from None
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -158,9 +159,11 @@ def save_pretrained(
     Raises `CheckpointError` on every rank when rank 0 cannot write.
     """
     folder = Path(folder)
+    others = f"could not write to {folder}; its own error says why. Nothing was saved."
     table = {name: (tensor.dtype, specs[name].shape) for name, tensor in shards.items()}
     parts = _partition(table, max_shard_bytes)
     names = _file_names(weights_name, len(parts))
+    gathering = Gathering(shards, specs, rank, degree, group)
     finished: list[FileStream] = []
     stream: FileStream | None = None
     failure: BaseException | None = None
@@ -170,143 +173,90 @@ def save_pretrained(
         except OSError as error:
             failure = CheckpointError(f"{folder} cannot be made ({error.strerror}). Choose another folder.")
     try:
-        _raise_if_failed(group, degree, rank, failure, folder)
+        raise_together(group, degree, rank, failure, others)
         for file_name, part in zip(names, parts, strict=True):
             if rank == 0:
-                stream, failure = _try(FileStream, folder / file_name, part, {"format": "pt"})
-            _raise_if_failed(group, degree, rank, failure, folder)
+                stream, failure = attempt(FileStream, folder / file_name, part, {"format": "pt"})
+            raise_together(group, degree, rank, failure, others)
             for name in file_order(part):
-                full = gather_tensor(shards[name], specs[name], rank, degree, group)
+                full = gathering.full(name)
                 if stream is not None and full is not None:
-                    _, failure = _try(stream.write, name, full)
-                del full
-                _raise_if_failed(group, degree, rank, failure, folder)
+                    _, failure = attempt(stream.write, name, full)
+                raise_together(group, degree, rank, failure, others)
             if stream is not None:
-                _, failure = _try(stream.close)
+                _, failure = attempt(stream.close)
                 finished.append(stream)
                 stream = None
-            _raise_if_failed(group, degree, rank, failure, folder)
+            raise_together(group, degree, rank, failure, others)
     except BaseException:
         for one in [*finished, *([stream] if stream is not None else [])]:
             one.abort()
         raise
     if rank == 0:
-        _, failure = _try(_publish, folder, finished, parts, names, weights_name, config)
-    _raise_if_failed(group, degree, rank, failure, folder)
+        _, failure = attempt(_publish, folder, finished, parts, names, weights_name, config)
+    raise_together(group, degree, rank, failure, others)
 
 
-def gather_tensor(
-    shard: torch.Tensor, spec: ShardSpec, rank: int, degree: int, group: dist.ProcessGroup | None
-) -> torch.Tensor | None:
-    """The full tensor, in CPU memory of rank 0, from every rank's part; None on the other ranks."""
-    shard = shard.detach()
-    if degree == 1 or spec.is_replicated:
-        return shard.cpu() if rank == 0 else None
-    flat = shard.contiguous().reshape(-1).view(torch.uint8)
-    received = [torch.empty_like(flat) if other else flat for other in range(degree)] if rank == 0 else None
-    root = dist.get_global_rank(group, 0) if group is not None else 0
-    dist.gather(flat, received, dst=root, group=group)
-    if received is None:
-        return None
-    parts = []
-    while received:
-        parts.append(received.pop(0).cpu().view(shard.dtype).reshape(spec.local_shape))
-    return spec.gather(parts)
+class Gathering:
+    """Full tensors, one after the other, in CPU memory of rank 0 from every rank's part.
 
-
-def save_shards(
-    folder: str | os.PathLike,
-    shards: Mapping[str, torch.Tensor],
-    specs: Mapping[str, ShardSpec],
-    *,
-    rank: int,
-    degree: int,
-    source: Sequence[Sequence[object]],
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Write this rank's shards into a file of its own, for an instant restart at the same degree.
-
-    `source` is the fingerprint of the checkpoint that they were read from; `load_shards` compares it.
+    Rank 0 has room for a full tensor and for one other rank's part of it, allocated once for the largest: an
+    allocator that is asked anew for every tensor may keep what it was given back, and gloo's gather holds all parts.
     """
-    folder = Path(folder)
-    path = folder / _shards_name(rank, degree)
-    table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in shards.items()}
-    metadata = {
-        "format": "pt",
-        "comfy_tp": SHARDS_FORMAT,
-        "rank": str(rank),
-        "degree": str(degree),
-        "source": json.dumps(source),
-        "layout": _layout_digest(specs),
-    }
 
-    def write() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder} cannot be made ({error.strerror}). Choose another folder."
-            ) from None
-        write_file(path, table, ((name, shards[name]) for name in file_order(table)), metadata)
+    def __init__(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        specs: Mapping[str, ShardSpec],
+        rank: int,
+        degree: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._rank, self._degree, self._group = rank, degree, group
+        self._shards, self._specs = shards, specs
+        # gloo sends from host memory only.
+        on_host = degree == 1 or dist.get_backend(group) == "gloo"
+        first = next(iter(shards.values()), torch.empty(0))
+        self._wire = torch.device("cpu") if on_host else first.device
+        part = max((shard.nbytes for name, shard in shards.items() if self._is_split(name)), default=0)
+        moved = max((shard.nbytes for shard in shards.values() if shard.device.type != "cpu"), default=0)
+        self._part = torch.empty(0 if rank else part, dtype=torch.uint8, device=self._wire)
+        self._full = torch.empty(0 if rank else max(part * degree, moved), dtype=torch.uint8)
 
-    _, failure = _try(write)
-    _raise_if_failed(group, degree, rank, failure, folder)
-    return path
+    def full(self, name: str) -> torch.Tensor | None:
+        """The full tensor `name` on rank 0, valid until the next call; None on the other ranks. All ranks call it."""
+        shard, spec = self._shards[name].detach(), self._specs[name]
+        if not self._is_split(name):
+            if self._rank:
+                return None
+            return shard if shard.device.type == "cpu" else self._whole(shard.dtype, spec.shape).copy_(shard)
+        if self._rank:
+            if shard.numel():
+                dist.send(_flat(shard.to(self._wire).contiguous()), self._global(0), group=self._group)
+            return None
+        full = self._whole(shard.dtype, spec.shape)
+        spec.put(full, shard, 0)
+        part = self._part[: shard.nbytes].view(shard.dtype).view(spec.local_shape)
+        for other in range(1, self._degree if shard.numel() else 1):
+            dist.recv(_flat(part), self._global(other), group=self._group)
+            spec.put(full, part, other)
+        return full
 
+    def _is_split(self, name: str) -> bool:
+        return self._degree > 1 and not self._specs[name].is_replicated
 
-def load_shards(
-    folder: str | os.PathLike,
-    specs: Mapping[str, ShardSpec],
-    *,
-    rank: int,
-    degree: int,
-    source: Sequence[Sequence[object]],
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> tuple[dict[str, torch.Tensor], ReadReport]:
-    """Read back what `save_shards` wrote for this rank; `options` are those of `read_shards`.
+    def _global(self, rank: int) -> int:
+        """The number in the default group of a rank of ours."""
+        return dist.get_global_rank(self._group, rank) if self._group is not None else rank
 
-    Raises `CheckpointError` when there are no shards of this degree, when they were made from other weights than
-    `source`, or by another plan than `specs`.
-    """
-    folder = Path(folder)
-    path = folder / _shards_name(rank, degree)
-    if not path.is_file():
-        there = (
-            sorted(name for name in os.listdir(folder) if name.startswith("rank-")) if folder.is_dir() else []
-        )
-        raise CheckpointError(
-            f"{folder} has no shards of rank {rank} of {degree} ({path.name}). It has: "
-            f"{', '.join(there[:4]) or 'none'}. Load the model from its own files and save the shards at this degree."
-        )
-    checkpoint = Checkpoint.open(path)
-    kept = checkpoint.metadata
-    wrong = None
-    if kept.get("comfy_tp") != SHARDS_FORMAT:
-        wrong = "was not written by save_shards of this version"
-    elif (kept.get("rank"), kept.get("degree")) != (str(rank), str(degree)):
-        wrong = f"holds rank {kept.get('rank')} of {kept.get('degree')}, not rank {rank} of {degree}"
-    elif kept.get("source") != json.dumps(source):
-        wrong = "was made from other weights than the model's files, or these changed since"
-    elif kept.get("layout") != _layout_digest(specs) or set(checkpoint.entries) != set(specs):
-        wrong = "was made with another plan"
-    if wrong is not None:
-        raise CheckpointError(f"{path} {wrong}. Load the model from its own files and save the shards again.")
-    wanted = {
-        name: Wanted(ShardSpec.replicated(entry.shape, 1), (Piece(name),))
-        for name, entry in checkpoint.entries.items()
-    }
-    return read_shards(checkpoint, wanted, rank=0, degree=1, device=device, **options)
+    def _whole(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The room for the full tensor, seen as one of `dtype` and `shape`."""
+        return self._full[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
-def _shards_name(rank: int, degree: int) -> str:
-    return f"rank-{rank:05d}-of-{degree:05d}.safetensors"
-
-
-def _layout_digest(specs: Mapping[str, ShardSpec]) -> str:
-    """Equal for equal layouts of all tensors."""
-    rows = sorted((name, spec.shape, spec.degree, spec.dim, spec.blocks) for name, spec in specs.items())
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _partition(table: Table, limit: int) -> list[dict[str, tuple[torch.dtype, Sequence[int]]]]:
@@ -348,44 +298,27 @@ def _publish(
             entry.nbytes for name in names for entry in Checkpoint.open(folder / name).entries.values()
         )
         weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        _write_json(
-            index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     else:
         index.unlink(missing_ok=True)
     if config is not None:
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
     earlier = re.compile(re.escape(weights_name) + r"(-\d{5}-of-\d{5})?\.safetensors")
     for name in os.listdir(folder):
         if earlier.fullmatch(name) and name not in names:
             (folder / name).unlink()
 
 
-def _write_json(path: Path, table: Mapping[str, Any]) -> None:
+def write_json(path: Path, table: Mapping[str, Any]) -> None:
+    """Write `table` as JSON; the file appears under its name only when it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(table, indent=2) + "\n")
     os.replace(temporary, path)
 
 
-def _try(call: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
     """What `call` returns, or the refusal that it raised, to be agreed on with the other ranks first."""
     try:
         return call(*args), None
     except (OSError, CheckpointError, ValueError) as error:
         return None, error
-
-
-def _raise_if_failed(
-    group: dist.ProcessGroup | None, degree: int, rank: int, failure: BaseException | None, folder: Path
-) -> None:
-    """Raise on every rank when one of them failed, so that none waits for it."""
-    failed = []
-    if group is not None and degree > 1:
-        failed = agree(group, degree, rank, failure is not None)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise CheckpointError(
-            f"Rank {', '.join(map(str, failed))} could not write to {folder}; its own error says why. "
-            f"Nothing was saved."
-        )
