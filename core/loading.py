@@ -90,7 +90,7 @@ def from_pretrained(
     ranks = Ranks.of(config, device)
     saved = saved_shards(name_or_path, subfolder)
     if saved is not None:
-        model = load_shards(
+        model, _ = load_shards(
             model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
         )
         guard(model, ranks)

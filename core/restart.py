@@ -29,6 +29,7 @@ from .checkpoint.rank_files import (
     read_rank_file,
     write_rank_file,
 )
+from .checkpoint.reader import ReadReport
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, TPError
 from .guards import saved_state
@@ -99,7 +100,7 @@ def load_shards(
     dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], None] | None = None,
-) -> nn.Module:
+) -> tuple[nn.Module, ReadReport]:
     """The model that `save_shards` wrote into `folder`, each rank reading its own file onto `ranks.device`.
 
     All ranks check their headers first and go on together or not at all.
@@ -121,18 +122,21 @@ def load_shards(
     apply_plan(model, plan, ranks, architecture_of(model_class))
     for path, (weight, given, full_precision) in saved.scales.items():
         hold_fp8(model, path, quant.Scales(weight, given, full_precision), plan, ranks)
-    shards = {}
+    read = None
     try:
-        shards, _ = read_rank_file(
+        read = read_rank_file(
             checkpoint, degree=ranks.degree, device=ranks.device, progress=progress, cancelled=cancelled
         )
     except BaseException as error:
         failure = error
     raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
+    if read is None:
+        raise AssertionError("a rank that read nothing raised")
+    shards, report = read
     place(model, shards)
     finish(model, ranks.device)
     model.tensor_parallel.compute_dtype = getattr(torch, saved.compute_dtype)
-    return model.eval()
+    return model.eval(), report
 
 
 def _open(

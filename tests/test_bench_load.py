@@ -18,6 +18,7 @@ from comfy_tp.core.errors import RankError
 def rank_figures(seconds: float, checksum: int = 7, shape: int = 4) -> dict:
     return {
         "seconds": seconds,
+        "cpu_seconds": seconds / 2,
         "bytes_read": 50,
         "rchar": 60,
         "anonymous_peak_mb": 10.0,
@@ -36,6 +37,7 @@ def test_ratios_are_of_medians_of_the_slowest_rank():
                 [rank_figures(9.0), rank_figures(1.0)],
                 [rank_figures(1.0)] * 2,
             ],
+            "restart": [[rank_figures(1.0), rank_figures(0.5)]] * 3,
             "diffusers": [[rank_figures(8.0), rank_figures(1.0)]] * 3,
             "diffusers_after": [[rank_figures(16.0), rank_figures(1.0)]] * 3,
         },
@@ -43,6 +45,7 @@ def test_ratios_are_of_medians_of_the_slowest_rank():
     )
     assert figures["time_ratio"] == 2.0 / 8.0
     assert figures["time_ratio_after"] == 2.0 / 16.0
+    assert figures["restart_ratio"] == figures["restart_cpu_ratio"] == 1.0 / 2.0
     assert figures["bytes_read_ratio"] == 1.0
     assert figures["anonymous_beyond_shard_mb"] == 2.0
     assert figures["same_weights"]

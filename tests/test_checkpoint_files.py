@@ -106,6 +106,17 @@ def test_R16_other_formats_are_refused_by_name(tmp_path, name, advice):
         assert str(tmp_path / name) in str(caught.value)
 
 
+def test_rank_files_are_no_model_and_named_as_such(tmp_path):
+    for rank in range(2):
+        save(tmp_path / f"rank-0000{rank}-of-00002.safetensors", "a")
+    for path in (tmp_path, tmp_path / "rank-00001-of-00002.safetensors"):
+        with pytest.raises(
+            CheckpointError, match="holds the shards of 2 ranks that save_shards wrote .rank-0000"
+        ) as caught:
+            Checkpoint.open(path)
+        assert "TensorParallelConfig(tp_degree=2); here, choose the file or folder" in str(caught.value)
+
+
 def test_an_index_may_not_name_files_elsewhere(tmp_path):
     save(tmp_path / "outside.safetensors", "a")
     for name in (

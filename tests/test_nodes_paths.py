@@ -8,7 +8,7 @@ import time
 import pytest
 from comfy_inprocess import in_comfy  # noqa: F401  a fixture
 
-from comfy_tp.core.errors import ConfigError
+from comfy_tp.core.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -114,6 +114,15 @@ def test_a_name_that_leads_out_is_refused(models, name):
     (models[0].parent / "secret.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="leads out of ComfyUI's model folders"):
         path_of(name)
+
+
+def test_rank_files_are_refused_by_name(models):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    model_folder(models[1] / "saved shards", weights="rank-00000-of-00002.safetensors")
+    assert choices() == ["saved shards"]
+    with pytest.raises(CheckpointError, match="holds the shards of 2 ranks that save_shards wrote"):
+        ModelSource.open(path_of("saved shards"))
 
 
 def test_a_link_to_elsewhere_is_refused_unless_the_owner_allows_it(models, tmp_path, monkeypatch):

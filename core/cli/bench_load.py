@@ -1,7 +1,8 @@
 """Loading a FLUX.2-shaped checkpoint in shards: ours against both ways of diffusers, same files, ranks and threads.
 
-Each load runs in fresh rank processes over gloo on the CPU, with the files in the page cache. diffusers refuses the
-CPU, so its device gate and its look-ups of the accelerator are patched in its ranks.
+Beside them the restart from rank files, which `save_shards` wrote before. Each load runs in fresh rank processes over
+gloo on the CPU, with the files in the page cache. diffusers refuses the CPU, so its device gate and its look-ups of
+the accelerator are patched in its ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from .rank_processes import run_ranks
 
 METHODS = {
     "ours": "comfy-tp from_pretrained",
+    "restart": "comfy-tp from_pretrained of rank files",
     "diffusers": "diffusers from_pretrained(parallel_config=)",
     "diffusers_after": "diffusers from_pretrained + enable_parallelism",
 }
+OURS = ("ours", "restart")
 # klein 4B's widths with fewer blocks: 1.68 billion parameters, 3.35 GB in bf16.
 CONFIG = {
     "_class_name": "Flux2Transformer2DModel",
@@ -60,26 +63,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float8_e4m3fn"),
+        default="bfloat16",
+        help="what our loads hold; fp8 is quantised while it is read, and not by diffusers (default bfloat16)",
+    )
     parser.add_argument("--only", choices=METHODS, action="append", help="measure these methods only")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
     """Make the checkpoint, load it by every method in turn, print the medians; the checkpoint is removed."""
-    methods = args.only or list(METHODS)
+    methods = args.only or [method for method in METHODS if args.dtype == "bfloat16" or method in OURS]
+    if args.dtype != "bfloat16" and not set(methods) <= set(OURS):
+        raise ConfigError(
+            f"--dtype {args.dtype} is for {' and '.join(OURS)} alone. Leave --only {methods[0]} out."
+        )
     folder = Path(tempfile.mkdtemp(prefix="comfy-tp-bench-", dir=args.folder))
     try:
-        _require_space(folder, args.single_blocks)
+        _require_space(folder, args.single_blocks, copies=2 if "restart" in methods else 1)
         checkpoint = folder / "transformer"
         print(f"making a FLUX.2-shaped checkpoint in {folder} ...", flush=True)
         nbytes = make_checkpoint(checkpoint, {**CONFIG, "num_single_layers": args.single_blocks})
         print(
             f"{nbytes / 1e9:.2f} GB; {args.ranks} ranks, {args.threads} threads each, {args.repeats} loads each"
         )
+        program = f"{__package__}.bench_load"
+        files = dict.fromkeys(methods, checkpoint)
+        if "restart" in methods:
+            files["restart"] = folder / "shards"
+            arguments = ["ours", str(checkpoint), str(files["restart"]), args.dtype]
+            run_ranks(program, arguments, args.ranks, args.threads, folder)
         loads: dict[str, list[list[dict]]] = {method: [] for method in methods}
         for repeat in range(args.repeats):
             for method in methods:
-                arguments = [method, str(checkpoint)]
-                ranks = run_ranks(f"{__package__}.bench_load", arguments, args.ranks, args.threads, folder)
+                arguments = [method, str(files[method]), "", args.dtype]
+                ranks = run_ranks(program, arguments, args.ranks, args.threads, folder)
                 loads[method].append(ranks)
                 print(
                     f"  {repeat + 1}/{args.repeats} {method}: {max(rank['seconds'] for rank in ranks):.2f} s",
@@ -122,6 +141,7 @@ def summarise(loads: dict[str, list[list[dict]]], nbytes: int) -> dict:
         figures["methods"][method] = {
             "seconds": statistics.median(seconds),
             "seconds_all": seconds,
+            "cpu_seconds": _worst(repeats, "cpu_seconds"),
             "bytes_read": statistics.median(
                 sum(rank["bytes_read"] or 0 for rank in ranks) for ranks in repeats
             ),
@@ -139,6 +159,10 @@ def summarise(loads: dict[str, list[list[dict]]], nbytes: int) -> dict:
         for method, name in (("diffusers", "time_ratio"), ("diffusers_after", "time_ratio_after")):
             if method in figures["methods"]:
                 figures[name] = ours["seconds"] / figures["methods"][method]["seconds"]
+        if "restart" in figures["methods"]:
+            restart = figures["methods"]["restart"]
+            figures["restart_ratio"] = restart["seconds"] / ours["seconds"]
+            figures["restart_cpu_ratio"] = restart["cpu_seconds"] / ours["cpu_seconds"]
     return figures
 
 
@@ -158,22 +182,31 @@ def _same_weights(loads: list[list[dict]]) -> bool:
 
 
 def _print_table(figures: dict) -> None:
-    print(f"{'':48}{'seconds':>9}{'spread':>14}{'read':>9}{'anon MB':>9}{'beyond':>8}{'file MB':>9}")
+    print(
+        f"{'':48}{'seconds':>9}{'spread':>14}{'CPU s':>8}{'read':>9}{'anon MB':>9}{'beyond':>8}{'file MB':>9}"
+    )
     for method, row in figures["methods"].items():
         spread = f"{min(row['seconds_all']):.2f}..{max(row['seconds_all']):.2f}"
         read = f"{row['bytes_read'] / figures['checkpoint_bytes']:.3f}" if row["bytes_read"] else "mmap"
         print(
-            f"{METHODS[method]:48}{row['seconds']:9.2f}{spread:>14}{read:>9}{row['anonymous_peak_mb']:9.0f}"
+            f"{METHODS[method]:48}{row['seconds']:9.2f}{spread:>14}{row['cpu_seconds']:8.2f}{read:>9}{row['anonymous_peak_mb']:9.0f}"
             f"{row['anonymous_beyond_shard_mb']:8.0f}{row['file_peak_mb']:9.0f}"
         )
-    for name in ("time_ratio", "time_ratio_after", "bytes_read_ratio", "anonymous_beyond_shard_mb"):
+    for name in (
+        "time_ratio",
+        "time_ratio_after",
+        "restart_ratio",
+        "restart_cpu_ratio",
+        "bytes_read_ratio",
+        "anonymous_beyond_shard_mb",
+    ):
         if name in figures:
             print(f"{name}: {figures[name]:.3f}")
     print(f"all ranks hold the same weights by every method: {figures['same_weights']}")
 
 
-def _require_space(folder: Path, single_blocks: int) -> None:
-    needed = 1.5e9 + 0.25e9 * single_blocks
+def _require_space(folder: Path, single_blocks: int, copies: int) -> None:
+    needed = (1.5e9 + 0.25e9 * single_blocks) * copies
     if shutil.disk_usage(folder).free < 1.2 * needed:
         raise ConfigError(
             f"{folder} has less than the {1.2 * needed / 1e9:.1f} GB that the bench's checkpoint needs. Choose another "
@@ -193,30 +226,41 @@ def warm(folder: Path) -> None:
 # What follows runs in a rank.
 
 
-def _rank(method: str, checkpoint: str, work: str, rank: int, degree: int, threads: int) -> None:
+def _rank(
+    method: str, checkpoint: str, save: str, dtype: str, work: str, rank: int, degree: int, threads: int
+) -> None:
+    """Load by `method` and write down the figures; where `save` names a folder, put the rank files there."""
     import torch
     import torch.distributed as dist
+
+    from ..restart import save_shards
 
     torch.set_num_threads(threads)
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{work}/store", degree), rank=rank, world_size=degree
     )
-    load = {"ours": _load_ours, "diffusers": _load_diffusers, "diffusers_after": _load_diffusers_after}[
-        method
-    ]
-    with load(checkpoint, degree, threads) as loader:
+    load = {
+        "ours": _load_ours,
+        "restart": _load_rank_file,
+        "diffusers": _load_diffusers,
+        "diffusers_after": _load_diffusers_after,
+    }[method]
+    with load(checkpoint, degree, threads, getattr(torch, dtype)) as loader:
         # Only now, after the imports: on a busy machine the files may leave the cache while those run.
         warm(Path(checkpoint))
         dist.barrier()
         with MemoryWatch() as memory:
             rchar = _rchar()
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             model, bytes_read = loader()
-            seconds = time.perf_counter() - begin
+            seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
             rchar = _rchar() - rchar
+    if save:
+        save_shards(model, save)
     shard_bytes, weights = _local_weights(model)
     figures = {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "bytes_read": bytes_read,
         "rchar": rchar,
         "anonymous_peak_mb": memory.anonymous_peak / 1e6,
@@ -231,8 +275,9 @@ def _rank(method: str, checkpoint: str, work: str, rank: int, degree: int, threa
 
 
 @contextmanager
-def _load_ours(checkpoint: str, degree: int, threads: int) -> Iterator[Callable[[], tuple[Any, int | None]]]:
-    import torch
+def _load_ours(
+    checkpoint: str, degree: int, threads: int, dtype: Any
+) -> Iterator[Callable[[], tuple[Any, int | None]]]:
     from diffusers import Flux2Transformer2DModel
 
     from .. import loading
@@ -244,10 +289,31 @@ def _load_ours(checkpoint: str, degree: int, threads: int) -> Iterator[Callable[
         config = TensorParallelConfig(degree)
         ranks = Ranks.of(config, "cpu")
         opened = loading.open_model(Checkpoint.open(checkpoint), model_class=Flux2Transformer2DModel)
-        model, report = loading.load_opened(opened, ranks, config=config, dtype=torch.bfloat16)
+        model, report = loading.load_opened(opened, ranks, config=config, dtype=dtype)
         return model, report.bytes_read
 
     with mock.patch.object(reader, "default_threads", lambda degree: threads):
+        yield load
+
+
+@contextmanager
+def _load_rank_file(
+    folder: str, degree: int, threads: int, dtype: Any
+) -> Iterator[Callable[[], tuple[Any, int | None]]]:
+    from diffusers import Flux2Transformer2DModel
+
+    from ..checkpoint import rank_files
+    from ..config import TensorParallelConfig
+    from ..ranks import Ranks
+    from ..restart import load_shards
+
+    def load() -> tuple[Any, int | None]:
+        config = TensorParallelConfig(degree)
+        ranks = Ranks.of(config, "cpu")
+        model, report = load_shards(Flux2Transformer2DModel, Path(folder), ranks, config=config, dtype=dtype)
+        return model, report.bytes_read
+
+    with mock.patch.object(rank_files, "default_threads", lambda degree: threads):
         yield load
 
 
@@ -269,16 +335,13 @@ def diffusers_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def _load_diffusers(
-    checkpoint: str, degree: int, threads: int
+    checkpoint: str, degree: int, threads: int, dtype: Any
 ) -> Iterator[Callable[[], tuple[Any, int | None]]]:
-    import torch
     from diffusers import Flux2Transformer2DModel, TensorParallelConfig
 
     def load() -> tuple[Any, int | None]:
         config = TensorParallelConfig(tp_degree=degree)
-        model = Flux2Transformer2DModel.from_pretrained(
-            checkpoint, torch_dtype=torch.bfloat16, parallel_config=config
-        )
+        model = Flux2Transformer2DModel.from_pretrained(checkpoint, torch_dtype=dtype, parallel_config=config)
         return model, None
 
     with diffusers_on_cpu():
@@ -287,13 +350,12 @@ def _load_diffusers(
 
 @contextmanager
 def _load_diffusers_after(
-    checkpoint: str, degree: int, threads: int
+    checkpoint: str, degree: int, threads: int, dtype: Any
 ) -> Iterator[Callable[[], tuple[Any, int | None]]]:
-    import torch
     from diffusers import Flux2Transformer2DModel, TensorParallelConfig
 
     def load() -> tuple[Any, int | None]:
-        model = Flux2Transformer2DModel.from_pretrained(checkpoint, torch_dtype=torch.bfloat16)
+        model = Flux2Transformer2DModel.from_pretrained(checkpoint, torch_dtype=dtype)
         model.enable_parallelism(config=TensorParallelConfig(tp_degree=degree))
         return model, None
 
@@ -364,4 +426,4 @@ def _local_weights(model: Any) -> tuple[int, dict[str, list[int]]]:
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))
+    _rank(*sys.argv[1:6], *map(int, sys.argv[6:9]))
