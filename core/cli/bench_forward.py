@@ -5,8 +5,9 @@ products. Everything runs under `torch.inference_mode()`, as ComfyUI samples, wi
 process group stands for the second rank, so that no communication is in the figures, and the thread's processor time
 is measured, so that other work on the machine is not in them either; then two real ranks over gloo measure seconds.
 
-The whole model is also run with Linears that hand out a ready result. What is left (norms, rotary embedding, attention,
-modulation, residuals) is the same on every rank, however its Linears are sharded.
+The whole model is also run with Linears that hand out a ready result, and without diffusers' look-ups of signatures.
+What is left (norms, rotary embedding, attention, modulation, residuals) is the same on every rank, however its Linears
+are sharded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,8 @@ def _without_linears(model: Any) -> Any:
     """`model`, whose Linears compute in the next forward and hand out the same tensors from then on."""
     import torch
 
+    from ..models.flux2 import attention_forward
+
     def computed_once(linear: Any) -> Callable[[Any], Any]:
         ready: list[Any] = []
 
@@ -176,6 +180,8 @@ def _without_linears(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = computed_once(module)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.attn.forward = types.MethodType(attention_forward, block.attn)
     return model
 
 

@@ -214,6 +214,21 @@ def single_block(
     return tokens.clip(-65504, 65504) if tokens.dtype == torch.float16 else tokens
 
 
+# What a block hands to its attention, beside the tokens.
+ATTENTION_OPTIONS = frozenset(("encoder_hidden_states", "attention_mask", "image_rotary_emb"))
+
+
+def attention_forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """The attention's processor at once, to be bound onto an attention of diffusers.
+
+    Its own forward looks the processor's signature up at every call, to leave out arguments that are not in it; that
+    takes longer than the attention's products. Where there are such arguments, it still does.
+    """
+    if ATTENTION_OPTIONS.issuperset(options):
+        return self.processor(self, hidden_states, *args, **options)
+    return type(self).forward(self, hidden_states, *args, **options)
+
+
 def modulation_vectors(parameters: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Shift, scale and gate vectors [B, 1 or S, d] from a modulation's output [B, (S,) count * d]."""
     if parameters.ndim == 2:
@@ -231,6 +246,8 @@ def bind(model: nn.Module, ranks: Ranks) -> None:
         block.attn.processor = JointAttention(block.attn.processor)
         if "temb_mod_img" in inspect.signature(type(block).forward).parameters:
             block.forward = types.MethodType(double_block_forward, block)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.attn.forward = types.MethodType(attention_forward, block.attn)
     join(
         [(module, "act_fn", module.linear) for module in (getattr(model, name) for name in MODULATIONS)],
         ranks,
