@@ -58,6 +58,15 @@ class Factors:
     def shape(self) -> tuple[int, int]:
         raise NotImplementedError
 
+    @property
+    def rank(self) -> int | None:
+        """The rank of the low-rank product that the matrix is, or None where none is at hand."""
+        return None
+
+    def low_rank(self, device: torch.device) -> LowRank:
+        """The matrix as a product of rank `rank`, on `device`."""
+        raise NotImplementedError
+
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Factors:
         """The sub-matrix of these row and column numbers, in storage of its own."""
         raise NotImplementedError
@@ -84,6 +93,9 @@ class LowRank(Factors):
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> LowRank:
         return LowRank(_pick(self.up, 0, rows), _pick(self.down, 1, columns))
+
+    def low_rank(self, device: torch.device) -> LowRank:
+        return LowRank(self.up.to(device), self.down.to(device))
 
     def matrix(self, device: torch.device) -> torch.Tensor:
         return self.up.to(device, torch.float32) @ self.down.to(device, torch.float32)
@@ -116,6 +128,18 @@ class Hadamard(Factors):
     @property
     def shape(self) -> tuple[int, int]:
         return self.first.shape
+
+    @property
+    def rank(self) -> int:
+        return self.first.rank * self.second.rank
+
+    def low_rank(self, device: torch.device) -> LowRank:
+        """Column (i, j) of the one factor is the product of column i of the first's and column j of the second's."""
+        ups = [half.up.to(device, torch.float32) for half in (self.first, self.second)]
+        downs = [half.down.to(device, torch.float32) for half in (self.first, self.second)]
+        up = (ups[0].unsqueeze(2) * ups[1].unsqueeze(1)).flatten(1)
+        down = (downs[0].unsqueeze(1) * downs[1].unsqueeze(0)).flatten(0, 1)
+        return LowRank(up, down)
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Hadamard:
         return Hadamard(self.first.take(rows, columns), self.second.take(rows, columns))
@@ -165,11 +189,6 @@ class Change:
     scale: float = 1.0
     replaces: bool = False
     dora_scale: torch.Tensor | None = None
-
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether adding it to a weight is the same as adding a low-rank product to the layer's output."""
-        return isinstance(self.factors, LowRank) and self.dora_scale is None
 
 
 def change_of(adapter: Adapter, rows: int, columns: int, name: str) -> Change:

@@ -2,9 +2,9 @@
 
 A set of patches replaces the one before, in two steps. `stage` checks everything, slices the factors through
 `ShardSpec`, and computes what will be put in place; the model is not touched, so that any error leaves the
-previous patches as they are. `commit` only copies. A low-rank patch becomes a side path of its layer (the weight
-stays as it is); every other one is merged into the shard, whose original waits in host memory and is put back when
-the patch goes.
+previous patches as they are. `commit` only copies. A patch with cheap factors (LoRA, LoHa, LoKr) becomes a side path
+of its layer (the weight stays as it is); every other one is merged into the shard, whose original waits in host
+memory and is put back when the patch goes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from . import quant
-from .adapters import LowRank
 from .errors import ConfigError, InputError
 from .linear import ShardedLinear
 from .parallelize import ShardedState
 from .patch import Entry, Part, Patch, PlacedPatch, place_patch
+from .side import KroneckerPath, SidePath, SidePaths, make_side, side_bytes, side_cost
 
 MODES = ("auto", "merge", "side")
 # A side path of rank r costs r * (in + out) multiplications per token beside the layer's in * out. Above this share
-# of them a low-rank patch is merged, unless the weight is fp8 and merging would round it again.
+# of them a patch is merged. Merging rounds an fp8 weight again, so there the limit is that of a LoRA of full rank.
 SIDE_SHARE = 0.25
+FP8_SHARE = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,6 @@ class PatchReport:
     host_bytes: int = 0
     side_bytes: int = 0
     seconds: float = 0.0
-
-
-class SidePath(nn.Module):
-    """The low-rank product `up` [out, r] times `down` [r, in] beside a layer's weight."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-
-    def __init__(self, down: torch.Tensor, up: torch.Tensor):
-        super().__init__()
-        self.register_buffer("down", down, persistent=False)
-        self.register_buffer("up", up, persistent=False)
-
-    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add x [..., in] times the product to y [..., out], in place, and return y."""
-        narrow = F.linear(x, self.down)
-        y.view(-1, y.shape[-1]).addmm_(narrow.reshape(-1, narrow.shape[-1]), self.up.t())
-        return y
 
 
 @dataclass
@@ -85,7 +67,7 @@ class Staged:
     signatures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
     originals: dict[str, Stored] = field(default_factory=dict)
-    sides: dict[str, SidePath] = field(default_factory=dict)
+    sides: dict[str, nn.Module] = field(default_factory=dict)
     started: float = 0.0
 
 
@@ -108,8 +90,7 @@ class WeightPatches:
     @property
     def side_bytes(self) -> int:
         """Bytes of device memory that the side paths take on this rank."""
-        paths = [module for module in self.model.modules() if isinstance(module, SidePath)]
-        return sum(path.down.nbytes + path.up.nbytes for path in paths)
+        return side_bytes(self.model)
 
     def set(self, patches: Iterable[Patch], *, mode: str = "auto") -> PatchReport:
         """Replace all patches by `patches`, on a model whose ranks all call this alike. Errors as in `stage`."""
@@ -215,37 +196,26 @@ class WeightPatches:
             staged.weights[name] = _as_stored(weights.pop(name), originals[name])
 
     def _takes_side(self, names: Sequence[str], patches: Sequence[PlacedPatch], at_any_rank: bool) -> bool:
-        """Whether these patches can be, and should be, a product beside the layers' own."""
-        plain = all(
-            patch.strength_model == 1.0 and all(part.change.is_low_rank for part in patch.parts)
-            for patch in patches
-        )
-        if not plain:
+        """Whether these patches can be, and should be, products beside the layers' own."""
+        if any(patch.strength_model != 1.0 for patch in patches):
             return False
         for name in names:
             linear = isinstance(self._owner(name), (nn.Linear, ShardedLinear))
             if not linear or not name.endswith(".weight"):
                 return False
             weight = self.model.get_parameter(name)
-            rank = sum(factors.rank for factors, _, _ in _low_rank(name, patches))
-            small = rank * sum(weight.shape) <= SIDE_SHARE * weight.numel()
-            if not (small or at_any_rank or quant.is_fp8(weight)):
+            costs = [side_cost(part, weight.shape) for part, _ in _parts_of(name, patches)]
+            share = FP8_SHARE if quant.is_fp8(weight) else SIDE_SHARE
+            known = [cost for cost in costs if cost is not None]
+            if len(known) < len(costs) or not (at_any_rank or sum(known) <= share * weight.numel()):
                 return False
         return True
 
-    def _side_of(self, name: str, patches: Sequence[PlacedPatch]) -> SidePath:
+    def _side_of(self, name: str, patches: Sequence[PlacedPatch]) -> nn.Module:
         """The side path of the Linear weight `name` that these patches make together."""
         weight = self.model.get_parameter(name)
-        dtype = self.state.compute_dtype if quant.is_fp8(weight) else weight.dtype
-        downs, ups = [], []
-        for factors, part, scale in _low_rank(name, patches):
-            down = factors.down.to(weight.device, dtype)
-            up = factors.up.to(weight.device, torch.float32).mul(scale).to(dtype)
-            downs.append(_spread(down, 1, part.columns, weight.shape[1]))
-            ups.append(_spread(up, 0, part.rows, weight.shape[0]))
-        if len(downs) == 1:
-            return SidePath(downs[0], ups[0])
-        return SidePath(torch.cat(downs), torch.cat(ups, dim=1))
+        dtype = self.state.compute_dtype if quant.is_fp8(weight) else None
+        return make_side(_parts_of(name, patches), weight.shape, weight.device, dtype or weight.dtype)
 
     def _merge(self, weights: dict[str, torch.Tensor], patch: PlacedPatch) -> None:
         """Apply `patch` to the float32 local matrices `weights` [rows, columns] of its parameters, in place."""
@@ -325,7 +295,7 @@ class WeightPatches:
     def _owner(self, name: str) -> nn.Module:
         return self.model.get_submodule(name.rpartition(".")[0])
 
-    def _add_side(self, name: str, side: SidePath) -> None:
+    def _add_side(self, name: str, side: nn.Module) -> None:
         module = self._owner(name)
         module.add_module("side", side)
         if not isinstance(module, ShardedLinear):
@@ -364,17 +334,17 @@ def _groups(placed: Mapping[int, PlacedPatch]) -> list[tuple[list[str], list[int
     return list(groups.values())
 
 
-def _low_rank(name: str, patches: Sequence[PlacedPatch]) -> Iterator[tuple[LowRank, Part, float]]:
-    """The low-rank factors that `patches` add to the parameter `name`, where they go, and what scales them."""
+def _parts_of(name: str, patches: Sequence[PlacedPatch]) -> Iterator[tuple[Part, float]]:
+    """What `patches` add to the parameter `name`, and what scales it."""
     for patch in patches:
         for part in patch.parts:
-            if part.parameter == name and isinstance(part.change.factors, LowRank):
-                yield part.change.factors, part, patch.strength * part.change.scale
+            if part.parameter == name:
+                yield part, patch.strength * part.change.scale
 
 
 def _add_beside(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     """Forward hook of a plain Linear that has a side path."""
-    return cast(SidePath, module.side).add_to(output, args[0])
+    return cast(SidePath | KroneckerPath | SidePaths, module.side).add_to(output, args[0])
 
 
 def _blocks(weight: torch.Tensor, part: Part) -> list[torch.Tensor]:
@@ -401,19 +371,6 @@ def _collect(weight: torch.Tensor, part: Part) -> torch.Tensor:
     for block, piece in zip(_blocks(weight, part), _pieces(found, part), strict=True):
         piece.copy_(block)
     return found
-
-
-def _spread(values: torch.Tensor, dim: int, stretches: Sequence[tuple[int, int]], size: int) -> torch.Tensor:
-    """`values` with zeros along `dim` where no stretch is, `size` long."""
-    if tuple(stretches) == ((0, size),):
-        return values
-    shape = list(values.shape)
-    shape[dim] = size
-    spread = values.new_zeros(shape)
-    pieces = values.split([length for _, length in stretches], dim=dim)
-    for (start, length), piece in zip(stretches, pieces, strict=True):
-        spread.narrow(dim, start, length).copy_(piece)
-    return spread
 
 
 def _as_stored(weight: torch.Tensor, original: Stored) -> Stored:

@@ -325,6 +325,7 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
     patches = WeightPatches(model)
     first = [patch_for(state, place, "lora", 1, strength=0.8) for place in PLACES]
     second = [patch_for(state, place, "lora without alpha", 2, strength=-0.5) for place in PLACES]
+    kin = [kind for kind in KINDS if kind.split()[0] in ("loha", "lokr") and "dora" not in kind]
     bent = [patch_for(state, place, "loha with dora", 3, strength=0.4) for place in list(PLACES)[:3]]
     results: dict[str, Any] = {"outputs": {}, "back": {}, "reports": {}}
 
@@ -338,6 +339,13 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
         for label, chosen in {
             "stacked": [*first, *second],
             "stacked with DoRA": [*first, *bent, *second],
+            **{
+                f"{kind} on LoRA": [
+                    *first,
+                    *(patch_for(state, place, kind, 7, strength=0.3) for place in PLACES),
+                ]
+                for kind in kin
+            },
             "swapped": second,
             "doubled": [*second, *second],
         }.items():
@@ -359,7 +367,7 @@ def refused(ranks: Ranks) -> dict[str, Any]:
     model = sharded(model, ranks)
     patches = WeightPatches(model)
     good = [patch_for(state, place, "lora", 1) for place in PLACES]
-    merged = [patch_for(state, "row-wise", "loha", 1)]
+    merged = [patch_for(state, "row-wise", "diff", 1)]
     patches.set([*good, *merged])
     output, weights = call(model), gathered(model, ranks)
     qkv = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
@@ -433,7 +441,7 @@ def biases(ranks: Ranks) -> dict[str, Any]:
 
 
 def fp8(ranks: Ranks) -> dict[str, Any]:
-    """On fp8 weights a LoRA is a side path and leaves them alone; what must be merged is rounded anew."""
+    """On fp8 weights LoRA, LoHa and LoKr are side paths and leave them alone; what must be merged is rounded anew."""
     from comfy_tp.core import quant
     from comfy_tp.core.skeleton import hold_fp8
 
@@ -455,11 +463,12 @@ def fp8(ranks: Ranks) -> dict[str, Any]:
     patches = WeightPatches(model)
     places = ("packed col-wise of five blocks", "replicated")
     results: dict[str, Any] = {}
-    for kind in ("lora", "loha"):
+    for kind in ("lora", "loha", "lokr", "diff"):
         chosen = [
-            patch_for(state, place, kind, 4, strength=0.6 if kind == "lora" else 4.0) for place in places
+            patch_for(state, place, kind, 4, strength=4.0 if kind == "loha" else 0.6) for place in places
         ]
-        report = patches.set(chosen)
+        # The LoHa has rank 25, which weights as small as these would rather have merged.
+        report = patches.set(chosen, mode="side" if kind == "loha" else "auto")
         for name, value in expected_state(state, chosen).items():
             whole.get_parameter(name).copy_(value)
         wanted = call(whole)
