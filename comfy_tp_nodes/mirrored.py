@@ -18,7 +18,7 @@ from ..core.sampling import SAMPLERS, why_not_descending
 from .conditioning import KEYS
 from .errors import comfy_errors
 from .patcher import POLICY, STUBS
-from .proxy import CONTEXT, DEFAULT_REFERENCE_METHOD, REFERENCES
+from .proxy import CONTEXT, REFERENCES
 
 log = logging.getLogger("comfy_tp.nodes")
 
@@ -71,7 +71,7 @@ class MirroredSampler(comfy.samplers.Sampler):
         denoise_mask: torch.Tensor | None = None,
         disable_pbar: bool = False,
     ) -> torch.Tensor:
-        """Denoise `noise` [B, C, h, w] over `latent_image` along `sigmas` [S + 1]; arguments are ComfyUI's."""
+        """Denoise `noise` [B, C, (1,) h, w] over `latent_image` along `sigmas` [S + 1]; arguments are ComfyUI's."""
         reason = why_not_mirrored(
             self.name, model_wrap, sigmas, extra_args["model_options"], noise, denoise_mask
         )
@@ -88,6 +88,7 @@ class MirroredSampler(comfy.samplers.Sampler):
         start = sampling.noise_scaling(sigmas[0], noise, latent_image, self.max_denoise(model_wrap, sigmas))
         guided = not math.isclose(model_wrap.cfg, 1.0)
         conds = model_wrap.conds
+        method = model.diffusion_model.reference_method
 
         line = model.sharded.line
         line.begin(len(sigmas) - 1)
@@ -103,8 +104,8 @@ class MirroredSampler(comfy.samplers.Sampler):
                 start,
                 sigmas,
                 sampler=self.name,
-                positive=conditioning(remote, conds["positive"][0], poll),
-                negative=conditioning(remote, conds["negative"][0], poll) if guided else None,
+                positive=conditioning(remote, conds["positive"][0], method, poll),
+                negative=conditioning(remote, conds["negative"][0], method, poll) if guided else None,
                 cfg=float(model_wrap.cfg),
                 on_step=on_step,
                 preview=callback is not None,
@@ -113,8 +114,11 @@ class MirroredSampler(comfy.samplers.Sampler):
         return sampling.inverse_noise_scaling(sigmas[-1], result.to(noise.device))
 
 
-def conditioning(remote: RemoteModel, cond: Mapping[str, Any], poll: Any) -> Conditioning:
-    """What the ranks need of one encoded conditioning; its tensors are sent unless they are there already."""
+def conditioning(remote: RemoteModel, cond: Mapping[str, Any], method: str, poll: Any) -> Conditioning:
+    """What the ranks need of one encoded conditioning; its tensors are sent unless they are there already.
+
+    `method` places the references where the conditioning does not say how.
+    """
     encoded = {name: entry.cond for name, entry in cond["model_conds"].items()}
     guidance = encoded.get("guidance")
     pooled = encoded.get("y")
@@ -123,7 +127,7 @@ def conditioning(remote: RemoteModel, cond: Mapping[str, Any], poll: Any) -> Con
         context=remote.keep(rows(encoded[CONTEXT][:, 0].tolist()), poll=poll),
         guidance=None if guidance is None else float(guidance.flatten()[0]),
         references=[remote.keep(rows(keys), poll=poll) for keys in references],
-        reference_method=encoded.get("ref_latents_method", DEFAULT_REFERENCE_METHOD),
+        reference_method=encoded.get("ref_latents_method", method),
         pooled=None if pooled is None else remote.keep(pooled, poll=poll),
     )
 
@@ -145,8 +149,8 @@ def why_not_mirrored(
     """The first thing in this run that the ranks do not implement, in words, or None when they can run the loop."""
     if name not in SAMPLERS:
         return f"the ranks do not run the sampler {name} themselves"
-    if noise.ndim != 4:
-        return f"the latent has {noise.ndim} dimensions"
+    if noise.ndim != 4 and not (noise.ndim == 5 and noise.shape[2] == 1):
+        return f"the latent has the shape {list(noise.shape)} and is no single picture"
     if denoise_mask is not None:
         return "the latent has a noise_mask"
     rising = why_not_descending(sigmas)

@@ -1,56 +1,62 @@
-"""ComfyUI's own FLUX.2 model object, without weights, for a model that lives on the ranks."""
+"""ComfyUI's own model objects, without weights, for models that live on the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import comfy.conds
-import comfy.ldm.flux.model
 import comfy.model_base
 import comfy.supported_models
 import torch
 
 from ..core.errors import UnsupportedError
+from ..core.models.qwenimage import check_predicted
 from .conditioning import KEYS, TEXT_LENGTH, KeyCond
-from .proxy import CONTEXT, REFERENCES, ShardedFlux
+from .proxy import CONTEXT, REFERENCES, ShardedFlux, ShardedQwenImage
 from .sharded import ShardedModel
 from .source import ModelSource
+from .unet_config import unet_config
 
 # Keys of a conditioning that reach inside the model and that the ranks do not implement: key -> node that sets it.
 REFUSED_CONDITIONING = {
     "control": "ControlNet (the Apply ControlNet node)",
     "gligen": "GLIGEN (the GLIGENTextBoxApply node)",
     "hooks": "hooks (the Cond Set Props or Create Hook nodes)",
+    "attention_mask_img_shape": "an attention bias (the Apply Style Model node with strength_type attn_bias; multiply works)",
 }
-# What diffusers' Flux2Transformer2DModel takes where its config.json is silent.
-CONFIG_DEFAULTS: dict[str, Any] = {
-    "patch_size": 1,
-    "in_channels": 128,
-    "num_layers": 8,
-    "num_single_layers": 48,
-    "attention_head_dim": 128,
-    "num_attention_heads": 48,
-    "joint_attention_dim": 15360,
-    "mlp_ratio": 3.0,
-    "axes_dims_rope": (32, 32, 32, 32),
-    "rope_theta": 2000,
-    "guidance_embeds": True,
-}
+# The class of ComfyUI comes after the mixin, so that at run time there is nothing to derive from.
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+else:
+    BaseModel = object
+
+# Text tokens that the estimate of a call's memory counts on.
+TYPICAL_TEXT = 512
 
 
-class ShardedFlux2(comfy.model_base.Flux2):
-    """`comfy.model_base.Flux2` around `ShardedFlux`. `sharded` is the model on the ranks, shared by all clones."""
+class ShardedBase(BaseModel):
+    """What turns a model class of ComfyUI into one whose weights are on the ranks.
 
-    def __init__(self, model_config: Any, sharded: ShardedModel):
-        super().__init__(model_config, device="meta", unet_model=ShardedFlux)
+    `sharded` is the model there, shared by all clones; `diffusion_class` is what answers the calls. Mixed in before the
+    class of ComfyUI.
+    """
+
+    diffusion_class: type
+    text_length = 0  # shorter text is padded to it
+
+    def __init__(self, model_config: Any, sharded: ShardedModel, **options: Any):
+        super().__init__(model_config, device="meta", **options)
+        # The skeleton as ComfyUI builds it, with another forward.
+        self.diffusion_model.__class__ = self.diffusion_class
+        self.diffusion_model.sharded = sharded
+        self.diffusion_model.text_length = self.text_length
         # BaseModel keeps the construction device as where its weights lie; nothing is loaded yet.
         self.device = None
         self.sharded = sharded
-        self.device_shards: dict[
-            str, Any
-        ] = {}  # device -> what stands for its shards, shared by all patchers
-        self.diffusion_model.sharded = sharded
+        # device -> what stands for its shards, shared by all patchers
+        self.device_shards: dict[str, Any] = {}
         sharded.serve(self)
 
     @property
@@ -70,34 +76,30 @@ class ShardedFlux2(comfy.model_base.Flux2):
         latents = kwargs.get("reference_latents")
         conds = super().extra_conds(**kwargs)
         if cross_attn is not None:
-            conds[CONTEXT] = KeyCond.of([KEYS.rows(cross_attn, self.compute_dtype, TEXT_LENGTH)])
+            conds[CONTEXT] = KeyCond.of([KEYS.rows(cross_attn, self.compute_dtype, self.text_length)])
         if latents and conds.pop("ref_latents", None) is not None:
-            processed = [(latent, self.process_latent_in(latent)) for latent in latents]
+            # Rows are remembered per tensor, and where processing changes nothing (FLUX.2) it hands on the latent itself.
             conds[REFERENCES] = KeyCond.of(
-                # Rows are remembered per tensor: where processing changes nothing, under the latent itself.
-                [
-                    KEYS.rows(done if done is not latent else latent, self.compute_dtype)
-                    for latent, done in processed
-                ]
+                [KEYS.rows(self.process_latent_in(latent), self.compute_dtype) for latent in latents]
             )
         return conds
 
     def memory_required(self, input_shape: Any, cond_shapes: Mapping[str, Any] = {}) -> float:  # noqa: B006
-        """Bytes that one rank needs beside its shards for a call on `input_shape` [B, C, h, w]; an upper estimate.
+        """Bytes that one rank needs beside its shards for a call on `input_shape` [B, C, ..., h, w]; an upper estimate.
 
         The peak is a single block: its packed projection, the rotated heads, the gated MLP and the joined input
         of the last layer are split over the ranks; residual, norms and the reduced output are whole.
         """
-        params = self.diffusion_model.params
-        batch = input_shape[0]
-        tokens = input_shape[-1] * input_shape[-2] + TEXT_LENGTH
+        model = self.diffusion_model
+        patch = model.patch_size**2
+        tokens = math.ceil(input_shape[-1] * input_shape[-2] / patch) + TYPICAL_TEXT
         for shapes in (cond_shapes.get("ref_latents") or [], cond_shapes.get(REFERENCES) or []):
             if shapes:
-                tokens += max(shape[-1] for shape in shapes)
+                tokens += math.ceil(max(shape[-1] for shape in shapes) / patch)
                 break
-        split = (8 + 3 * params.mlp_ratio) / self.sharded.placement.degree
+        split = (8 + 3 * model.mlp_ratio) / self.sharded.placement.degree
         itemsize = self.compute_dtype.itemsize
-        return float(batch * tokens * params.hidden_size * (split + 8) * itemsize)
+        return float(input_shape[0] * tokens * model.width * (split + 8) * itemsize)
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Refused: the weights are on the ranks."""
@@ -107,58 +109,73 @@ class ShardedFlux2(comfy.model_base.Flux2):
         )
 
 
-def unet_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ComfyUI's description of a FLUX.2 model, from diffusers' `config`.
+class ShardedFlux2(ShardedBase, comfy.model_base.Flux2):
+    """`comfy.model_base.Flux2` on the ranks."""
 
-    Made here because core's detection takes 48 heads of 128 for granted, which only FLUX.2-dev has.
-    """
-    known = {**CONFIG_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    channels = known["in_channels"]
-    made = {
-        "image_model": "flux2",
-        "in_channels": channels,
-        "out_channels": known.get("out_channels", channels),
-        "patch_size": known["patch_size"],
-        "hidden_size": known["num_attention_heads"] * known["attention_head_dim"],
-        "num_heads": known["num_attention_heads"],
-        "depth": known["num_layers"],
-        "depth_single_blocks": known["num_single_layers"],
-        "context_in_dim": known["joint_attention_dim"],
-        "mlp_ratio": known["mlp_ratio"],
-        "axes_dim": list(known["axes_dims_rope"]),
-        "theta": known["rope_theta"],
-        "guidance_embed": known["guidance_embeds"],
-        "vec_in_dim": None,
-        "qkv_bias": False,
-        "ops_bias": False,
-        "global_modulation": True,
-        "mlp_silu_act": True,
-        "default_ref_method": "index",
-        "ref_index_scale": 10.0,
-    }
-    # Newer ComfyUI needs it, 0.3.75 does not know it.
-    fields = getattr(comfy.ldm.flux.model.FluxParams, "__dataclass_fields__", {})
-    if "txt_ids_dims" in fields:
-        made["txt_ids_dims"] = [3]
-    return made
+    diffusion_class = ShardedFlux
+    text_length = TEXT_LENGTH
+
+
+class ShardedFlux1(ShardedBase, comfy.model_base.Flux):
+    """`comfy.model_base.Flux` on the ranks: FLUX.1 dev, schnell, Krea, Kontext, Fill, Canny and Depth."""
+
+    diffusion_class = ShardedFlux
+
+
+class ShardedQwen(ShardedBase, comfy.model_base.QwenImage):
+    """`comfy.model_base.QwenImage` on the ranks: Qwen-Image and Qwen-Image-Edit."""
+
+    diffusion_class = ShardedQwenImage
+
+
+def flux2_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
+    """ComfyUI's model configuration for `unet`, our class around it and what else its constructor takes."""
+    return comfy.supported_models.Flux2(unet), ShardedFlux2, {}
+
+
+def flux_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
+    """As `flux2_skeleton`. The models without guidance (schnell) are sampled without shift."""
+    if not unet["guidance_embed"]:
+        flow = {"model_type": comfy.model_base.ModelType.FLOW}
+        return comfy.supported_models.FluxSchnell(unet), ShardedFlux1, flow
+    inpaints = unet["in_channels"] == comfy.supported_models.FluxInpaint.unet_config["in_channels"]
+    kind = comfy.supported_models.FluxInpaint if inpaints else comfy.supported_models.Flux
+    return kind(unet), ShardedFlux1, {}
+
+
+def qwenimage_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
+    """As `flux2_skeleton`."""
+    return comfy.supported_models.QwenImage(unet), ShardedQwen, {}
+
+
+# Architecture -> its skeleton: the models that ComfyUI can sample on the ranks.
+SKELETONS: dict[str, Callable[[dict[str, Any]], tuple[Any, type, dict[str, Any]]]] = {
+    "flux2": flux2_skeleton,
+    "flux": flux_skeleton,
+    "qwenimage": qwenimage_skeleton,
+}
 
 
 def check_sampled(source: ModelSource) -> None:
     """Raise `UnsupportedError` for a model that can be sharded but whose calls ComfyUI's side does not make yet."""
-    if source.architecture.name != "flux2":
+    if source.architecture.name not in SKELETONS:
         raise UnsupportedError(
-            f"{source.path} holds a {source.architecture.model_class}. Load TP Model can sample FLUX.2 (dev and klein) "
-            f"in ComfyUI today. Load this file with the stock loader, or run it sharded from Python (README, "
+            f"{source.path} holds a {source.architecture.model_class}. Load TP Model can sample FLUX.2, FLUX.1 and "
+            f"Qwen-Image in ComfyUI today. Load this file with the stock loader, or run it sharded from Python (README, "
             f"`from_pretrained`)."
         )
+    if source.architecture.name == "qwenimage":
+        check_predicted(source.config, source.path)
 
 
-def build_model(sharded: ShardedModel) -> ShardedFlux2:
+def build_model(sharded: ShardedModel) -> Any:
     """The ComfyUI model object for `sharded`: the living one if there is one, else a new skeleton on meta."""
     living = sharded.comfy_model()
     if living is not None:
         return living
-    config = comfy.supported_models.Flux2(unet_config(sharded.source.config))
-    dtype = sharded.source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
+    source = sharded.source
+    name = source.architecture.name
+    config, model_class, options = SKELETONS[name](unet_config(name, source.config))
+    dtype = source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
     config.set_inference_dtype(getattr(torch, dtype), None)
-    return ShardedFlux2(config, sharded)
+    return model_class(config, sharded, **options)

@@ -76,7 +76,7 @@ class OnRanks:
 
 
 class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
-    """The MODEL that Load TP Model hands on. Its `model` is a `ShardedFlux2`."""
+    """The MODEL that Load TP Model hands on. Its `model` is a `ShardedBase`."""
 
     def __init__(self, model: Any, load_device: Any, offload_device: Any, *args: Any, **kwargs: Any):
         super().__init__(model, load_device, offload_device, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The diffusion model that ComfyUI sees: its own Flux class on the meta device, whose forward runs on the ranks."""
+"""The diffusion models that ComfyUI sees: its own classes on the meta device, whose forward runs on the ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.ldm.flux.model
+import comfy.ldm.qwen_image.model
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
@@ -14,7 +15,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from ..core.errors import UnsupportedError
 from ..core.models.tokens import REFERENCE_METHODS
 from ..core.remote import Poll, RemoteModel
-from .conditioning import KEYS, TEXT_LENGTH, shares
+from .conditioning import KEYS, shares
 from .errors import comfy_errors
 from .sharded import ShardedModel
 
@@ -22,7 +23,6 @@ log = logging.getLogger("comfy_tp.nodes")
 
 CONTEXT = "tp_context"
 REFERENCES = "tp_references"
-DEFAULT_REFERENCE_METHOD = "index"
 
 # transformer_options that change what the blocks compute. Empty ones are harmless.
 REFUSED_OPTIONS = {
@@ -39,10 +39,88 @@ KNOWN_OPTIONS = frozenset(
 _told: set[str] = set()
 
 
-class ShardedFlux(comfy.ldm.flux.model.Flux):
-    """ComfyUI's Flux without weights. `sharded` is the model on the ranks that answers its calls."""
+class RankCalls:
+    """What the diffusion models share: a call that the ranks answer. Mixed in before the class of ComfyUI.
+
+    `sharded` is the model on the ranks, `text_length` what shorter text is padded to.
+    """
 
     sharded: ShardedModel
+    text_length: int
+    reference_method: str  # how references are placed where the conditioning does not say
+    width: int  # of the residual stream
+    mlp_ratio: float
+
+    def call_ranks(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None,
+        *,
+        pooled: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        ref_latents: list[torch.Tensor] | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any],
+        more: dict[str, Any],
+    ) -> torch.Tensor:
+        """Velocity in the shape of `x` at `timestep` [B]. Refuses by name whatever the ranks cannot honour.
+
+        `more` are the call's further keywords: the keys of text and references, and the method that places these.
+        """
+        context_keys = more.pop(CONTEXT, None)
+        reference_keys = more.pop(REFERENCES, None)
+        method = more.pop("ref_latents_method", self.reference_method)
+        refuse(control, transformer_options, more)
+        if (ref_latents or reference_keys is not None) and method not in REFERENCE_METHODS:
+            raise UnsupportedError(
+                f"The reference method '{method}' (reference_latents_method) is not known to Load TP Model. Set the "
+                f"FluxKontextMultiReferenceLatentMethod node to one of {', '.join(REFERENCE_METHODS)}."
+            )
+        poll = comfy.model_management.throw_exception_if_processing_interrupted
+        with comfy_errors():
+            remote = self.sharded.require()
+            if context is not None:
+                # A wrapper gave a conditioning of its own.
+                contexts = [
+                    remote.keep(row, poll=poll) for row in KEYS.rows(context, context.dtype, self.text_length)
+                ]
+            elif context_keys is not None:
+                contexts = [
+                    remote.keep(KEYS.tensor(key), poll=poll) for key in shares(context_keys[:, 0].tolist())
+                ]
+            else:
+                raise UnsupportedError(
+                    "The model was called without a conditioning. Connect a text encoder's output to the sampler."
+                )
+            velocity = remote.forward(
+                x,
+                timestep,
+                contexts,
+                guidance=guidance,
+                references=references(remote, ref_latents, reference_keys, poll),
+                reference_method=method,
+                pooled=pooled,
+                poll=poll,
+            )
+        self.sharded.line.called(transformer_options, remote.last_step_seconds)
+        return velocity.to(x.device, x.dtype)
+
+
+class ShardedFlux(RankCalls, comfy.ldm.flux.model.Flux):
+    """ComfyUI's Flux (FLUX.1 and FLUX.2) without weights."""
+
+    @property
+    def reference_method(self) -> str:  # type: ignore[override]
+        return self.params.default_ref_method
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.params.hidden_size
+
+    @property
+    def mlp_ratio(self) -> float:  # type: ignore[override]
+        return self.params.mlp_ratio
 
     def forward(
         self,
@@ -74,43 +152,69 @@ class ShardedFlux(comfy.ldm.flux.model.Flux):
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The call itself. Refuses by name whatever the ranks cannot honour."""
-        context_keys = kwargs.pop(CONTEXT, None)
-        reference_keys = kwargs.pop(REFERENCES, None)
-        method = kwargs.pop("ref_latents_method", DEFAULT_REFERENCE_METHOD)
-        refuse(control, transformer_options, kwargs)
-        if (ref_latents or reference_keys is not None) and method not in REFERENCE_METHODS:
-            raise UnsupportedError(
-                f"The reference method '{method}' (reference_latents_method) is not known to Load TP Model. Set the "
-                f"FluxKontextMultiReferenceLatentMethod node to one of {', '.join(REFERENCE_METHODS)}."
-            )
-        poll = comfy.model_management.throw_exception_if_processing_interrupted
-        with comfy_errors():
-            remote = self.sharded.require()
-            if context is not None:
-                # A wrapper gave a conditioning of its own.
-                contexts = [
-                    remote.keep(row, poll=poll) for row in KEYS.rows(context, context.dtype, TEXT_LENGTH)
-                ]
-            elif context_keys is not None:
-                contexts = [
-                    remote.keep(KEYS.tensor(key), poll=poll) for key in shares(context_keys[:, 0].tolist())
-                ]
-            else:
-                raise UnsupportedError(
-                    "The model was called without a conditioning. Connect a text encoder's output to the sampler."
-                )
-            velocity = remote.forward(
-                x,
-                timestep,
-                contexts,
-                guidance=guidance,
-                references=references(remote, ref_latents, reference_keys, poll),
-                reference_method=method,
-                poll=poll,
-            )
-        self.sharded.line.called(transformer_options, remote.last_step_seconds)
-        return velocity.to(x.device, x.dtype)
+        """The call itself. `y` [B, D], the pooled text, is read by FLUX.1 alone."""
+        return self.call_ranks(
+            x,
+            timestep,
+            context,
+            pooled=y if self.params.vec_in_dim is not None else None,
+            guidance=guidance,
+            ref_latents=ref_latents,
+            control=control,
+            transformer_options=transformer_options,
+            more=kwargs,
+        )
+
+
+class ShardedQwenImage(RankCalls, comfy.ldm.qwen_image.model.QwenImageTransformer2DModel):
+    """ComfyUI's Qwen-Image without weights."""
+
+    reference_method = "index"
+    mlp_ratio = 4.0
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.inner_dim
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        ref_latents: list[torch.Tensor] | None = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006  the signature of ComfyUI's own model
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Velocity [B, C, 1, h, w] for `x` [B, C, 1, h, w] at `timestep` [B]; wrappers run around it."""
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        return WrapperExecutor.new_class_executor(self.on_ranks, self, wrappers).execute(
+            x, timestep, context, attention_mask, guidance, ref_latents, transformer_options, **kwargs
+        )
+
+    def on_ranks(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        ref_latents: list[torch.Tensor] | None = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The call itself. No conditioning gives this model a mask or guidance; from a wrapper they are refused."""
+        control = kwargs.pop("control", None)
+        return self.call_ranks(
+            x,
+            timestep,
+            context,
+            ref_latents=ref_latents,
+            control=control,
+            transformer_options=transformer_options,
+            more={**kwargs, "attention_mask": attention_mask, "guidance": guidance},
+        )
 
 
 def references(

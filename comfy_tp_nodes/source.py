@@ -119,5 +119,5 @@ def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]
             return architecture, config
     raise CheckpointError(
         f"{checkpoint.path} is not a model that can be sharded: its tensor names fit none of "
-        f"{', '.join(ARCHITECTURES)}. Choose a FLUX.2 transformer file, or its diffusers folder."
+        f"{', '.join(ARCHITECTURES)}. Choose the file of a FLUX.2, FLUX.1 or Qwen-Image transformer, or its diffusers folder."
     )

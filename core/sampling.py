@@ -235,7 +235,7 @@ class Condition:
             and shapes == [reference.shape for reference in other.references]
             and self.reference_method == other.reference_method
             and (self.guidance is None) == (other.guidance is None)
-            and (self.pooled is None) == (other.pooled is None)
+            and getattr(self.pooled, "shape", None) == getattr(other.pooled, "shape", None)
         )
 
 
@@ -258,6 +258,7 @@ def denoise(
     negative: Condition | None = None,
     cfg: float = 1.0,
     compute_dtype: torch.dtype = torch.float32,
+    latent_patch: int = 1,
     on_step: Callable[[int, torch.Tensor], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
@@ -266,7 +267,8 @@ def denoise(
     `predict(x, timestep [B], context, guidance=, references=, reference_method=, pooled=)` returns the velocity
     [B, C, h, w]. It gets x in `compute_dtype`; x0, guidance and steps are float32. With `cfg` other than 1,
     x0 = negative + cfg (positive - negative), Ho and Salimans 2022 (arXiv:2207.12598). `on_step(step, x0)` is called
-    after each step, `check()` before each one: every rank calls it equally often.
+    after each step, `check()` before each one: every rank calls it equally often. A token of the model stands for
+    `latent_patch` x `latent_patch` positions of x.
 
     Raises `UnsupportedError` for a sampler that is not in `SAMPLERS`, `InputError` for sigmas that do not descend.
     """
@@ -287,7 +289,7 @@ def denoise(
     joint = None
     if (
         negative is not None
-        and batch * x.shape[-2] * x.shape[-1] <= JOINT_TOKENS
+        and batch * x.shape[-2] * x.shape[-1] <= JOINT_TOKENS * latent_patch**2
         and negative.joins(positive)
     ):
         joint = _joined(negative, positive)
@@ -397,6 +399,7 @@ def run_sample(
             negative=_condition(model, header["negative"]) if header["negative"] is not None else None,
             cfg=header["cfg"],
             compute_dtype=model.dtype,
+            latent_patch=model.opened.architecture.latent_patch,
             on_step=report,
             check=context.check_cancelled,
         )

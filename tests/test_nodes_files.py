@@ -22,8 +22,6 @@ from flux2_files import fp8_tensors, save_single_file, single_file_tensors, smal
 from weight_files import tensor as raw_tensor
 from weight_files import write_raw
 
-from comfy_tp.core.errors import UnsupportedError
-
 SAME = 1e-5  # fp32; sums over ranks are taken in another order
 FP8_EXACT = 1e-3  # against the same weights dequantised beforehand, fp32
 FP8_STOCK = 2e-2  # against ComfyUI's own fp8 layers
@@ -182,27 +180,28 @@ PUBLISHED = {
     "FLUX.2-dev, fp8 mixed": ("_mlp.0", "_mlp.2", ".linear1", ".linear2"),
     "FLUX.2 klein 9B, fp8": ("_mlp.0", "_mlp.2", ".linear1", ".linear2", "_attn.qkv", "_attn.proj"),
     "FLUX.2 klein 4B, fp8": ("_mlp.0", "_mlp.2", ".linear1", ".linear2", "_attn.qkv", "_attn.proj"),
+    "FLUX.1, single file": (),
+    "Qwen-Image, single file": (),
 }
 
 
 @pytest.mark.parametrize("title", PUBLISHED)
 def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_page_says(tmp_path, title):
-    import comfy.supported_models
-
-    from comfy_tp.comfy_tp_nodes.model import unet_config
+    from comfy_tp.comfy_tp_nodes.model import SKELETONS
+    from comfy_tp.comfy_tp_nodes.unet_config import DEFAULTS, unet_config
     from comfy_tp.core.checkpoint.files import Checkpoint
     from comfy_tp.core.cli.file_kinds import KINDS, resident
     from comfy_tp.core.loading import open_model
     from comfy_tp.core.models import architecture_named
 
     (kind,) = [kind for kind in KINDS if kind.title == title]
-    config = architecture_named("flux2").published[kind.published]
-    flux2 = comfy.supported_models.Flux2(unet_config(config))
-    flux2.set_inference_dtype(torch.bfloat16, None)
-    weights = flux2.get_model({}, "", device="meta").diffusion_model.state_dict()
+    config = architecture_named(kind.architecture).published[kind.published]
+    published, _, _ = SKELETONS[kind.architecture](unet_config(kind.architecture, config))
+    published.set_inference_dtype(torch.bfloat16, None)
+    weights = published.get_model({}, "", device="meta").diffusion_model.state_dict()
     path, size = sparse_file(tmp_path / "real.safetensors", weights, PUBLISHED[title])
     opened = open_model(Checkpoint.open(path))
-    known = {"num_attention_heads": 48, "num_single_layers": 48, "joint_attention_dim": 15360, **config}
+    known = {**DEFAULTS[kind.architecture], **config}
     assert {name: opened.config[name] for name in known} == known
     fp8_layers = sum(name.removesuffix(".weight").endswith(PUBLISHED[title]) for name in weights)
     assert len(opened.scales) == (fp8_layers if PUBLISHED[title] else 0)
@@ -226,23 +225,3 @@ def sparse_file(path: Path, weights: dict[str, torch.Tensor], fp8: tuple[str, ..
     write_raw(path, header, scales)
     os.truncate(path, path.stat().st_size - len(scales) + end)
     return path, end - len(scales)
-
-
-@pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("qwenimage", "base")])
-def test_a_model_that_has_no_comfyui_side_yet_is_refused_before_anything_starts(models, name, example):
-    from comfy_tp.comfy_tp_nodes.sharded import known_models
-    from comfy_tp.core.checkpoint.convert import file_tensors
-    from comfy_tp.core.models import architecture_named
-
-    architecture = architecture_named(name)
-    model = architecture.load_class()(**architecture.examples[example])
-    tensors = file_tensors(architecture.layouts[0], dict(model.named_parameters()))
-    path = save_single_file(models / f"{name}.safetensors", tensors)
-    known = len(known_models())
-    with pytest.raises(UnsupportedError) as refused:
-        load_tp(path.name)
-    assert str(refused.value) == (
-        f"{path} holds a {architecture.model_class}. Load TP Model can sample FLUX.2 (dev and klein) in ComfyUI today. "
-        f"Load this file with the stock loader, or run it sharded from Python (README, `from_pretrained`)."
-    )
-    assert len(known_models()) == known

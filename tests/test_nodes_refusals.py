@@ -132,7 +132,7 @@ def test_an_unknown_keyword_of_the_model_call_is_refused():
 
 def test_an_attention_mask_with_a_size_is_refused():
     mask = torch.ones(1, 16, 77)
-    with refused(UnsupportedError, "keyword 'attention_mask'"):
+    with refused(UnsupportedError, "attention bias", "Apply Style Model", "attn_bias"):
         run(positive=conditioning(attention_mask=mask, attention_mask_img_shape=(4, 4)), cfg=1.0)
 
 

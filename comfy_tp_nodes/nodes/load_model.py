@@ -32,10 +32,18 @@ class LoadTPModel(io.ComfyNode):
             node_id="TPLoadModel",
             display_name="Load TP Model",
             description=(
-                "Loads a FLUX.2 model in shards over several GPUs. The MODEL works with every stock sampler, guider "
-                "and LoRA loader. The shards stay loaded between prompts."
+                "Loads a FLUX.2, FLUX.1 or Qwen-Image model in shards over several GPUs. The MODEL works with every stock "
+                "sampler, guider and LoRA loader. The shards stay loaded between prompts."
             ),
-            search_aliases=["tensor parallel", "multi gpu", "flux2", "sharded", "diffusion model"],
+            search_aliases=[
+                "tensor parallel",
+                "multi gpu",
+                "flux",
+                "flux2",
+                "qwen",
+                "sharded",
+                "diffusion model",
+            ],
             inputs=[
                 io.Combo.Input(
                     "model",

@@ -10,8 +10,10 @@ from fnmatch import fnmatchcase
 DEGREES = (1, 2, 4, 8)
 FILES = "tests/test_single_files.py::"
 NODES = "tests/test_nodes_files.py::"
+MORE_NODES = "tests/test_nodes_other_models.py::"
 STOCK_FP8 = "test_an_fp8_file_gives_what_comfyuis_own_fp8_layers_give"
-OTHERS = FILES + "test_single_files_of_the_other_models_are_recognised_and_sharded"
+OTHERS = MORE_NODES + "test_a_single_file_gives_what_comfyuis_own_loader_gives"
+OTHER_FOLDERS = MORE_NODES + "test_a_diffusers_folder_gives_the_image_of_the_single_file"
 FP8_STYLES = FILES + "test_fp8_files_keep_their_weights_and_compute_exactly"
 
 # Which weights a kind of file stores in fp8, by the model's parameter names. Everything else is bf16.
@@ -35,7 +37,6 @@ class FileKind:
     stored: str
     tested: str
     fp8: tuple[str, ...] = ()
-    in_comfyui: bool = True
     degrees: tuple[int, ...] = field(default=DEGREES)
 
 
@@ -109,17 +110,48 @@ KINDS = (
         NODES + STOCK_FP8,
         BLOCKS,
     ),
+    FileKind("FLUX.1, single file", "flux1-dev.safetensors", "flux", "FLUX.1-dev", "bf16", OTHERS),
     FileKind(
-        "FLUX.1, single file", "flux1-dev.safetensors", "flux", "FLUX.1-dev", "bf16", OTHERS, in_comfyui=False
+        "FLUX.1, plain fp8 cast",
+        "flux1-dev-fp8-e4m3fn.safetensors",
+        "flux",
+        "FLUX.1-dev",
+        "fp8 without scales",
+        MORE_NODES + "test_a_plain_fp8_cast_gives_what_its_values_give_in_comfyui",
+        LINEARS,
+    ),
+    FileKind(
+        "FLUX.1, diffusers folder",
+        "transformer/ with config.json",
+        "flux",
+        "FLUX.1-dev",
+        "bf16",
+        OTHER_FOLDERS,
     ),
     FileKind(
         "Qwen-Image, single file",
-        "qwen_image_bf16.safetensors",
+        "qwen_image_bf16.safetensors, qwen_image_edit_2509_bf16.safetensors",
         "qwenimage",
         "Qwen-Image",
         "bf16",
         OTHERS,
-        in_comfyui=False,
+    ),
+    FileKind(
+        "Qwen-Image, plain fp8 cast",
+        "qwen_image_fp8_e4m3fn.safetensors",
+        "qwenimage",
+        "Qwen-Image",
+        "fp8 without scales",
+        MORE_NODES + "test_a_plain_fp8_cast_gives_what_its_values_give_in_comfyui",
+        LINEARS,
+    ),
+    FileKind(
+        "Qwen-Image, diffusers folder",
+        "transformer/ with config.json",
+        "qwenimage",
+        "Qwen-Image",
+        "bf16",
+        OTHER_FOLDERS,
     ),
 )
 
@@ -131,8 +163,8 @@ not edit it.
 A model is recognised from the names and shapes of its tensors alone, never from the file's name; the names may begin
 with `diffusion_model.` or `model.diffusion_model.`, in any order. Every rank reads only its own byte ranges.
 
-| kind | files | stored as | loads | sharded on read | in ComfyUI | {} | tested by |
-|---|---|---|---|---|---|{}---|
+| kind | files | stored as | loads | sharded on read | {} | tested by |
+|---|---|---|---|---|{}---|
 """
 REFUSED = (
     (
@@ -148,8 +180,8 @@ REFUSED = (
 )
 FOOT = """
 GB are 10^9 bytes of the transformer's weights on one rank, at the degree above the column, without activations, text
-encoder and VAE; "-" marks a degree that does not divide the model. fp8 weights stay fp8 on the ranks. "In ComfyUI" says
-whether Load TP Model makes a MODEL of it; the others load from Python (`from_pretrained`) and in `comfy-tp verify`.
+encoder and VAE; "-" marks a degree that does not divide the model. fp8 weights stay fp8 on the ranks. Load TP Model makes
+a MODEL of every kind; they load from Python (`from_pretrained`) and in `comfy-tp verify` as well.
 
 ## fp8
 
@@ -177,13 +209,11 @@ def page() -> str:
     text = HEAD.format(columns, "---|" * len(DEGREES))
     for kind in KINDS:
         held = [f"{size / 1e9:.2f}" if size is not None else "-" for size in resident(kind)]
-        cells = [kind.title, kind.example, kind.stored, "yes", "yes", "yes" if kind.in_comfyui else "not yet"]
+        cells = [kind.title, kind.example, kind.stored, "yes", "yes"]
         text += f"| {' | '.join([*cells, *held, f'`{kind.tested}`'])} |\n"
     for title, example, tested in REFUSED:
         blank = ["-"] * len(DEGREES)
-        text += (
-            f"| {' | '.join([title, example, '-', 'refused by name', '-', '-', *blank, f'`{tested}`'])} |\n"
-        )
+        text += f"| {' | '.join([title, example, '-', 'refused by name', '-', *blank, f'`{tested}`'])} |\n"
     return text + FOOT
 
 

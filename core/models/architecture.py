@@ -37,9 +37,10 @@ class Architecture:
 
     `plan` maps module-name patterns to styles. `layouts` are the file layouts that its weights come in, besides
     diffusers' own. `bind(model, ranks)` puts our forwards onto a freshly sharded model; `merged` is how many
-    all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call. `detect(entries)`
-    recognises a single file by its tensor names and shapes, and gives the model's config. `ignored` are patterns
-    of tensors that a file may hold though no parameter uses them.
+    all-reduces they save, from the model. `predict` turns ComfyUI's inputs into the model's call, with one token for
+    `latent_patch` x `latent_patch` positions of the latent. `detect(entries)` recognises a single file by its tensor
+    names and shapes, and gives the model's config. `ignored` are patterns of tensors that a file may hold though no
+    parameter uses them.
 
     `heads_key` names the config entries with the counts of attention heads; the degree must divide them all.
     `published` are the configurations of published models, `examples` small ones for checks, both as changes to the
@@ -55,6 +56,7 @@ class Architecture:
     bind: Callable[[nn.Module, Ranks], None] = _nothing
     merged: Callable[[nn.Module], int] = field(default=lambda model: 0)
     predict: Callable[..., torch.Tensor] | None = None
+    latent_patch: int = 1
     detect: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     ignored: tuple[str, ...] = ()
     minimum_diffusers: str = "0.36.0"

@@ -5,20 +5,21 @@ Besides it the modulations of the blocks are sharded, 3.2 of 11.9 billion parame
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.layout import IDENTITY
+from ..errors import InputError
 from ..local import LocalAttributes
 from ..plan import PackedRowwiseParallel
 from ..ranks import Ranks
 from .architecture import Architecture
 from .flux_layout import BFL_FLUX, detect
 from .modulation import join
-from .tokens import image_ids, text_ids
+from .tokens import flatten_latent, image_ids, patches, placed_latents, text_ids, unflatten_latent
 
 PLAN = {
     "transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim")),
@@ -47,6 +48,10 @@ PLAN = {
 }
 
 
+PATCH = 2  # a token is 2 x 2 latent positions
+REFERENCE_SCALE = 1  # axis 0 of the k-th reference's ids, by method "index"
+
+
 def modulations(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """The AdaLN modules of all blocks: (module, its activation's name, its Linear)."""
     norms = [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
@@ -62,6 +67,86 @@ def bind(model: nn.Module, ranks: Ranks) -> None:
 def merged(model: nn.Module) -> int:
     """All-reduces that `bind` saves in one forward: all modulations' but one."""
     return len(modulations(model)) - 1
+
+
+def predict(
+    model: nn.Module,
+    x: torch.Tensor,
+    timestep: torch.Tensor,
+    context: torch.Tensor,
+    *,
+    guidance: torch.Tensor | None = None,
+    references: Sequence[torch.Tensor] = (),
+    reference_method: str = "offset",
+    pooled: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """One model call from ComfyUI's inputs.
+
+    `x` [B, C, h, w] latent grid of any size (16 channels; with those of a mask or control picture behind them where the
+    model takes them), `timestep` [B] in 0..1 (sigma), `context` [B, L, joint_attention_dim], `guidance` [B] or None,
+    `references` latents [B or 1, 16, h_k, w_k], `pooled` [B, pooled_projection_dim or wider]; zeros where it is None.
+    Returns the velocity [B, 16, h, w].
+
+    Positions: 3 axes; a token of the image at (row, column) has ids (0, row, column), a text token (0, 0, 0), the k-th
+    reference those of its place (`placed_latents`).
+    """
+    config = model.config
+    if x.shape[1] * PATCH**2 != config.in_channels:
+        raise InputError(
+            f"The latent has {x.shape[1]} channels, but this FLUX.1 model takes {config.in_channels // PATCH**2}. Use an "
+            f"EmptySD3LatentImage node or the FLUX.1 VAE."
+        )
+    if context.shape[-1] != config.joint_attention_dim:
+        raise InputError(
+            f"The conditioning is {context.shape[-1]} wide, but this FLUX.1 model takes {config.joint_attention_dim}: "
+            f"load T5-XXL and CLIP-L with a DualCLIPLoader node of type flux."
+        )
+    width = config.pooled_projection_dim
+    if pooled is None:
+        pooled = x.new_zeros(x.shape[0], width)
+    elif pooled.shape[-1] < width:
+        raise InputError(
+            f"The pooled output of the conditioning is {pooled.shape[-1]} wide, but this FLUX.1 model takes {width}: load "
+            f"T5-XXL and CLIP-L with a DualCLIPLoader node of type flux."
+        )
+    tokens, ids = [], []
+    for latent, place in placed_latents(x, references, reference_method, REFERENCE_SCALE, PATCH):
+        tokens.append(flatten_latent(latent, PATCH))
+        rows, columns = (patches(length, PATCH) for length in latent.shape[-2:])
+        ids.append(image_ids(rows, columns, x.device, place))
+    ids = [torch.zeros(context.shape[1], 4, device=x.device), *ids]
+    velocity = run(
+        model, torch.cat(tokens, dim=1), context, timestep, guidance, pooled[:, :width], torch.cat(ids)[:, :3]
+    )
+    return unflatten_latent(velocity[:, : tokens[0].shape[1]], x.shape[-2], x.shape[-1], PATCH)
+
+
+def run(
+    model: nn.Module,
+    image: torch.Tensor,
+    text: torch.Tensor,
+    timestep: torch.Tensor,
+    guidance: torch.Tensor | None,
+    pooled: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The model on image tokens [B, S, in] and text tokens [B, L, joint]; `ids` [L + S, 3] positions, text first.
+
+    `timestep` and `guidance` [B] stay in the dtype they come in until they are embedded, as ComfyUI has it. Without
+    guidance a model that takes it runs without. Returns [B, S, out].
+    """
+    dtype = image.dtype
+    embed = model.time_text_embed
+    temb = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(dtype))
+    if guidance is not None and model.config.guidance_embeds:
+        temb = temb + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(dtype))
+    temb = temb + embed.text_embedder(pooled)
+    rope = model.pos_embed(ids)
+    image, text = model.x_embedder(image), model.context_embedder(text)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, image_rotary_emb=rope)
+    return model.proj_out(model.norm_out(image, temb))
 
 
 def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
@@ -98,6 +183,8 @@ ARCHITECTURE = Architecture(
     detect=detect,
     bind=bind,
     merged=merged,
+    predict=predict,
+    latent_patch=PATCH,
     published={"FLUX.1-dev": {"guidance_embeds": True}},
     examples={"dev": SMALL, "schnell": {**SMALL, "num_layers": 1, "guidance_embeds": False}},
     inputs=inputs,

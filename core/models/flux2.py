@@ -26,7 +26,7 @@ from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
 from .modulation import join
 from .single_file import Shapes
-from .tokens import flatten_latent, image_ids, reference_tokens, text_ids, unflatten_latent
+from .tokens import flatten_latent, image_ids, placed_latents, text_ids, unflatten_latent
 
 PLAN = {
     "transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim")),
@@ -289,12 +289,12 @@ def predict(
             f"The conditioning is {context.shape[-1]} wide, but this model takes {config.joint_attention_dim}: "
             f"{text_encoder_of(config.joint_attention_dim)}"
         )
-    batch, _channels, height, width = x.shape
-    tokens = [flatten_latent(x)]
-    ids = [image_ids(height, width, x.device)]
-    for reference, position in reference_tokens(references, reference_method, height, width, REFERENCE_SCALE):
-        tokens.append(flatten_latent(reference.to(x.dtype).expand(batch, -1, -1, -1)))
-        ids.append(position.to(x.device))
+    height, width = x.shape[-2:]
+    tokens, ids = [], []
+    for latent, place in placed_latents(x, references, reference_method, REFERENCE_SCALE):
+        tokens.append(flatten_latent(latent))
+        rows, columns = latent.shape[-2:]
+        ids.append(image_ids(rows, columns, x.device, place))
     velocity = run(
         model,
         torch.cat(tokens, dim=1),

@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import UnsupportedError
 
 REFERENCE_METHODS = ("index", "offset", "uxo")
 
 
-def flatten_latent(x: torch.Tensor) -> torch.Tensor:
-    """[B, C, h, w] -> [B, h*w, C], row by row."""
+def flatten_latent(x: torch.Tensor, patch: int = 1) -> torch.Tensor:
+    """[B, C, h, w] -> [B, h/p * w/p, C*p*p]: one token per `patch` x `patch` square, row by row.
+
+    A token holds its square channel by channel. Where `patch` does not divide h or w, the rows and columns that lack
+    are taken from the opposite edge, as ComfyUI pads.
+    """
+    if patch > 1:
+        height, width = x.shape[-2:]
+        lacking = (0, -width % patch, 0, -height % patch)
+        x = F.pad(x, lacking, mode="circular") if any(lacking) else x
+        x = F.pixel_unshuffle(x, patch)
     return x.flatten(2).transpose(1, 2)
 
 
-def unflatten_latent(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[B, h*w, C] -> [B, C, h, w], contiguous; inverse of `flatten_latent`."""
-    return tokens.transpose(1, 2).unflatten(2, (height, width)).contiguous()
+def unflatten_latent(tokens: torch.Tensor, height: int, width: int, patch: int = 1) -> torch.Tensor:
+    """[B, h/p * w/p, C*p*p] -> [B, C, h, w], contiguous, without the padding; inverse of `flatten_latent`."""
+    grid = tokens.transpose(1, 2).unflatten(2, (patches(height, patch), patches(width, patch)))
+    if patch > 1:
+        grid = F.pixel_shuffle(grid, patch)[..., :height, :width]
+    return grid.contiguous()
 
 
-def image_ids(
-    height: int, width: int, device: torch.device | str, *, index: float = 0, top: int = 0, left: int = 0
-) -> torch.Tensor:
-    """Position ids [h*w, 4] float32 of a grid: (index, top + row, left + column, 0)."""
+def patches(length: int, patch: int) -> int:
+    """How many patches cover `length` latent positions."""
+    return -(-length // patch)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a grid of tokens lies: its first position axis, and the row and column of its first token."""
+
+    index: float = 0
+    top: int = 0
+    left: int = 0
+
+
+def image_ids(height: int, width: int, device: torch.device | str, place: Place = Place()) -> torch.Tensor:
+    """Position ids [h*w, 4] float32 of a grid of tokens: (index, top + row, left + column, 0)."""
     ids = torch.zeros(height, width, 4, dtype=torch.float32, device=device)
-    ids[..., 0] = index
-    ids[..., 1] = torch.arange(top, top + height, dtype=torch.float32, device=device).unsqueeze(1)
-    ids[..., 2] = torch.arange(left, left + width, dtype=torch.float32, device=device).unsqueeze(0)
+    rows = torch.arange(place.top, place.top + height, dtype=torch.float32, device=device)
+    columns = torch.arange(place.left, place.left + width, dtype=torch.float32, device=device)
+    ids[..., 0] = place.index
+    ids[..., 1] = rows.unsqueeze(1)
+    ids[..., 2] = columns.unsqueeze(0)
     return ids.flatten(0, 1)
 
 
@@ -39,19 +67,23 @@ def text_ids(length: int, device: torch.device | str) -> torch.Tensor:
     return ids
 
 
-def reference_tokens(
-    references: Sequence[torch.Tensor], method: str, height: int, width: int, scale: float
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each reference latent [B, C, h, w] with its position ids [h*w, 4], placed by ComfyUI's reference `method`.
+def placed_latents(
+    x: torch.Tensor, references: Sequence[torch.Tensor], method: str, scale: float, patch: int = 1
+) -> Iterator[tuple[torch.Tensor, Place]]:
+    """The latent `x` [B, C, h, w] and then the references [1 or B, C, h_k, w_k], each as [B, C, ...] in x's dtype,
+    with the places of their tokens by ComfyUI's reference `method`.
 
     "index": axis 0 counts the references in steps of `scale`. "uxo": diagonally after the image. "offset": axis 0 is
-    1 and the references are packed side by side, growing the shorter side first.
+    1 and the references are packed side by side, growing the shorter side first. They are packed as latents, before
+    they are cut into patches.
     """
     if references and method not in REFERENCE_METHODS:
         raise UnsupportedError(
             f"Unknown reference method '{method}' (reference_latents_method). The ranks implement: "
             f"{', '.join(REFERENCE_METHODS)}."
         )
+    yield x, Place()
+    height, width = (patches(length, patch) * patch for length in x.shape[-2:])
     bottom = right = 0
     for number, reference in enumerate(references, start=1):
         rows, columns = reference.shape[-2:]
@@ -68,4 +100,5 @@ def reference_tokens(
             else:
                 top = bottom
             bottom, right = max(bottom, rows + top), max(right, columns + left)
-        yield reference, image_ids(rows, columns, reference.device, index=index, top=top, left=left)
+        place = Place(index, (top + patch // 2) // patch, (left + patch // 2) // patch)
+        yield reference.to(x.dtype).expand(x.shape[0], *[-1] * (reference.ndim - 1)), place
