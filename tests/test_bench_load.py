@@ -45,6 +45,7 @@ def test_ratios_are_of_medians_of_the_slowest_rank():
     )
     assert figures["time_ratio"] == 2.0 / 8.0
     assert figures["time_ratio_after"] == 2.0 / 16.0
+    assert figures["cpu_time_ratio"] == 2.0 / 8.0
     assert figures["restart_ratio"] == figures["restart_cpu_ratio"] == 1.0 / 2.0
     assert figures["bytes_read_ratio"] == 1.0
     assert figures["anonymous_beyond_shard_mb"] == 2.0

@@ -159,6 +159,7 @@ def summarise(loads: dict[str, list[list[dict]]], nbytes: int) -> dict:
         for method, name in (("diffusers", "time_ratio"), ("diffusers_after", "time_ratio_after")):
             if method in figures["methods"]:
                 figures[name] = ours["seconds"] / figures["methods"][method]["seconds"]
+                figures[f"cpu_{name}"] = ours["cpu_seconds"] / figures["methods"][method]["cpu_seconds"]
         if "restart" in figures["methods"]:
             restart = figures["methods"]["restart"]
             figures["restart_ratio"] = restart["seconds"] / ours["seconds"]
@@ -189,12 +190,14 @@ def _print_table(figures: dict) -> None:
         spread = f"{min(row['seconds_all']):.2f}..{max(row['seconds_all']):.2f}"
         read = f"{row['bytes_read'] / figures['checkpoint_bytes']:.3f}" if row["bytes_read"] else "mmap"
         print(
-            f"{METHODS[method]:48}{row['seconds']:9.2f}{spread:>14}{row['cpu_seconds']:8.2f}{read:>9}{row['anonymous_peak_mb']:9.0f}"
-            f"{row['anonymous_beyond_shard_mb']:8.0f}{row['file_peak_mb']:9.0f}"
+            f"{METHODS[method]:48}{row['seconds']:9.2f}{spread:>14}{row['cpu_seconds']:8.2f}{read:>9}"
+            f"{row['anonymous_peak_mb']:9.0f}{row['anonymous_beyond_shard_mb']:8.0f}{row['file_peak_mb']:9.0f}"
         )
     for name in (
         "time_ratio",
         "time_ratio_after",
+        "cpu_time_ratio",
+        "cpu_time_ratio_after",
         "restart_ratio",
         "restart_cpu_ratio",
         "bytes_read_ratio",
