@@ -107,7 +107,8 @@ def load_shards(
     Raises `CheckpointError` for shards of another degree, class, plan, dtype or save, and for missing or damaged
     files; `PlanError` for a degree that does not fit.
     """
-    found, failure = None, None
+    found = None
+    failure: BaseException | None = None
     try:
         found = _open(model_class, folder, ranks, config, dtype)
     except TPError as error:

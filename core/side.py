@@ -102,7 +102,7 @@ class SidePaths(nn.Module):
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add x [..., in] times every product to y [..., out], in place, and return y."""
         for path in self.paths:
-            path.add_to(y, x)  # type: ignore[operator]
+            path.add_to(y, x)
         return y
 
 

@@ -182,7 +182,7 @@ def open_rank_file(folder: str | os.PathLike, *, rank: int, degree: int) -> tupl
 def _described(path: Path, metadata: Mapping[str, str]) -> SavedModel:
     """The model that a rank file's metadata describe."""
     tables = ("config", "scales")
-    found = {}
+    found: dict[str, Any] = {}
     for name in SavedModel.__dataclass_fields__:
         try:
             value = json.loads(metadata.get(name, ""))

@@ -229,15 +229,14 @@ def warm(folder: Path) -> None:
 # What follows runs in a rank.
 
 
-def _rank(
-    method: str, checkpoint: str, save: str, dtype: str, work: str, rank: int, degree: int, threads: int
-) -> None:
+def _rank(method: str, checkpoint: str, save: str, dtype: str, work: str, *numbers: str) -> None:
     """Load by `method` and write down the figures; where `save` names a folder, put the rank files there."""
     import torch
     import torch.distributed as dist
 
     from ..restart import save_shards
 
+    rank, degree, threads = map(int, numbers)
     torch.set_num_threads(threads)
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{work}/store", degree), rank=rank, world_size=degree
@@ -429,4 +428,4 @@ def _local_weights(model: Any) -> tuple[int, dict[str, list[int]]]:
 
 
 if __name__ == "__main__":
-    _rank(*sys.argv[1:6], *map(int, sys.argv[6:9]))
+    _rank(*sys.argv[1:9])

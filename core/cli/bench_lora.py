@@ -1,4 +1,4 @@
-"""A LoRA on shards: merged into the weights against a side path, in swap time, memory, step time and exactness.
+"""A LoRA (LoHa, LoKr) on shards: merged into the weights against a side path, in swap time, memory, step time and exactness.
 
 Real ranks over gloo on the CPU, on a FLUX.2-shaped checkpoint in the page cache. Exactness is the output's distance
 from the same file loaded in float32 with the LoRA merged, in which neither weight nor change is rounded.
@@ -25,6 +25,7 @@ from ..remote import RemoteModel
 from .bench_load import CONFIG, make_checkpoint, warm
 
 MODES = ("merge", "side")
+KINDS = ("lora", "loha", "lokr")
 WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 16, "joint_attention_dim": 6144}
 TEXT_TOKENS = 16
 
@@ -32,7 +33,15 @@ TEXT_TOKENS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``comfy-tp bench lora``."""
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the model (default 2)")
-    parser.add_argument("--rank", type=int, default=32, help="rank of the LoRA (default 32)")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="lora", help="what changes the weights (default lora)"
+    )
+    parser.add_argument(
+        "--rank", type=int, default=32, help="rank of the LoRA, of each half of a LoHa (default 32)"
+    )
+    parser.add_argument(
+        "--factor", type=int, default=16, help="rows and columns of a LoKr's first matrix (default 16)"
+    )
     parser.add_argument(
         "--dtype", default="default", help="dtype of the weights (default: bfloat16, as stored)"
     )
@@ -53,7 +62,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
         nbytes = make_checkpoint(checkpoint, {**CONFIG, **WIDTHS, "num_attention_heads": args.heads})
         group = RankGroup.start(["cpu"] * args.ranks, env={"OMP_NUM_THREADS": "1"}, step_timeout=600.0)
         try:
-            figures = {"checkpoint_bytes": nbytes, "rank": args.rank, **measure(group, checkpoint, args)}
+            size = f"factor {args.factor}" if args.kind == "lokr" else f"rank {args.rank}"
+            figures = {
+                "checkpoint_bytes": nbytes,
+                "rank": size,
+                "kind": args.kind,
+                **measure(group, checkpoint, args),
+            }
         finally:
             group.close()
         _print_table(figures)
@@ -64,7 +79,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
 
 def measure(group: RankGroup, checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Load, swap and step in both modes, and compare with float32."""
-    loras = [make_lora(checkpoint, args.rank, seed) for seed in (1, 2)]
+    loras = [make_lora(checkpoint, args.kind, args.rank, args.factor, seed) for seed in (1, 2)]
     inputs = make_inputs(args.tokens)
     exact_model = RemoteModel.load(group, str(checkpoint), dtype="float32")
     exact_model.set_patches(loras[0], mode="merge")
@@ -108,21 +123,33 @@ def measure(group: RankGroup, checkpoint: Path, args: argparse.Namespace) -> dic
     return figures
 
 
-def make_lora(checkpoint: Path, rank: int, seed: int) -> list[Patch]:
-    """A bf16 LoRA of every Linear in the blocks, whose change is a few percent of the weight's size."""
+def make_lora(checkpoint: Path, kind: str, rank: int, factor: int, seed: int) -> list[Patch]:
+    """A bf16 adapter of every Linear in the blocks, whose change is a few percent of the weight's size."""
     from ..checkpoint.files import Checkpoint, resolve_source
 
     generator = torch.Generator().manual_seed(seed)
     entries = Checkpoint.open(resolve_source(str(checkpoint))).entries
+
+    def random(rows: int, columns: int, size: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * size).to(torch.bfloat16)
+
     patches = []
     for name, entry in entries.items():
         if len(entry.shape) != 2 or "transformer_blocks" not in name:
             continue
         rows, columns = entry.shape
-        up = torch.randn(rows, rank, generator=generator) * 0.02
-        down = torch.randn(rank, columns, generator=generator) * (0.05 / rank**0.5)
-        tensors = {"up": up.to(torch.bfloat16), "down": down.to(torch.bfloat16)}
-        patches.append(Patch(name, Adapter("lora", tensors)))
+        if kind == "lora":
+            tensors = {"up": random(rows, rank, 0.02), "down": random(rank, columns, 0.05 / rank**0.5)}
+        elif kind == "loha":
+            size = 0.03 / rank**0.5
+            tensors = {"w1_a": random(rows, rank, 1.0), "w1_b": random(rank, columns, size)}
+            tensors |= {"w2_a": random(rows, rank, 1.0), "w2_b": random(rank, columns, size)}
+        else:
+            tensors = {
+                "w1": random(factor, factor, 0.1),
+                "w2": random(rows // factor, columns // factor, 0.01),
+            }
+        patches.append(Patch(name, Adapter(kind, tensors)))
     return patches
 
 
@@ -172,7 +199,7 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _print_table(figures: dict[str, Any]) -> None:
     print(
-        f"{figures['checkpoint_bytes'] / 1e9:.2f} GB loaded in {figures['load_seconds']:.2f} s; LoRA of rank "
+        f"{figures['checkpoint_bytes'] / 1e9:.2f} GB loaded in {figures['load_seconds']:.2f} s; {figures['kind']} of "
         f"{figures['rank']}, {figures['lora_bytes'] / 1e6:.0f} MB; step without it {figures['step_seconds']:.3f} s; its "
         f"effect on the output {figures['effect']:.3f}"
     )
