@@ -179,7 +179,7 @@ def _without_linears(model: Any) -> Any:
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.forward = computed_once(module)
+            module.forward = computed_once(module)  # type: ignore[method-assign, assignment]
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.attn.forward = types.MethodType(attention_forward, block.attn)
     return model
