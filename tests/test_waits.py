@@ -29,6 +29,7 @@ WAIT_ON_EXIT = {"Popen", "ThreadPoolExecutor", "ProcessPoolExecutor", "Pool"}
 WATCHED = "in a rank: the launcher ends a group that makes no progress for step_timeout"
 SET = "the socket has a time-out of half a second from its first line on"
 READABLE = "select has said that it is readable"
+GROUP = "the process group's own time-out, as for every collective"
 COMMAND = "a rank of a command: the process that started it ends it after RANK_SECONDS, torch its collectives before"
 
 EXCEPTIONS = {
@@ -45,6 +46,7 @@ EXCEPTIONS = {
     ("core/checkpoint/memory.py", "self._sent.synchronize()"): WATCHED,
     ("core/checkpoint/memory.py", "self.stream.synchronize()"): WATCHED,
     ("core/checkpoint/memory.py", "buffer.wait()"): WATCHED,
+    ("core/checkpoint/writer.py", "dist.recv(_flat(part), self._global(other), group=self._group)"): GROUP,
     ("core/checkpoint/reader.py", "pool.shutdown(wait=True, cancel_futures=True)"): WATCHED,
     (
         "core/cli/comfyui/events.py",
