@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 # One module per measurement, with the same two functions as a subcommand's.
 MEASUREMENTS = {
@@ -50,7 +51,7 @@ def unwound_by_signals() -> Iterator[None]:
     Further ones are ignored meanwhile. One that the process was started to ignore, and any in another thread than the
     main one, stay as they are.
     """
-    before = {}
+    before: dict[int, Any] = {}
 
     def end(number: int, _: FrameType | None) -> None:
         for other in before:
