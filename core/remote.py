@@ -162,7 +162,7 @@ class RemoteModel:
         options: Mapping[str, Any] | None = None,
         poll: Poll | None = None,
     ) -> torch.Tensor:
-        """One model call: velocity [B, C, h, w] float32 for `x` [B, C, h, w] at `timestep` [B].
+        """One model call: velocity float32 in the shape of `x` [B, C, h, w] or [B, C, 1, h, w] at `timestep` [B].
 
         `contexts` are keys from `keep`, each for an equal share of the batch, in batch order. `guidance` [B],
         `references`: each a latent [1 or B, C, h_k, w_k], or keys from `keep` as in `contexts`. `pooled` [B, D] for

@@ -97,7 +97,7 @@ class ResidentModel:
         pooled: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """The model's prediction [B, C, h, w] float32 for `x` [B, C, h, w]; computes in the model's dtype."""
+        """The model's prediction in the shape of `x` [B, C, h, w] or [B, C, 1, h, w], float32, computed in its own dtype."""
         self.unpark()
         predict = self.opened.architecture.predict
         if predict is None:

@@ -296,6 +296,8 @@ def test_loras_of_the_stock_loader_equal_and_are_taken_back(name, monkeypatch):
     import nodes
     from safetensors.torch import save_file
 
+    from comfy_tp.comfy_tp_nodes.nodes.load_lora import LoadTPLoRA
+
     path, folder = files(name)
     loras = import_comfy() / "models/loras"
     loras.mkdir(exist_ok=True)
@@ -319,6 +321,10 @@ def test_loras_of_the_stock_loader_equal_and_are_taken_back(name, monkeypatch):
     assert relative_error(found, run(patched(native))) <= SAME
     assert relative_error(found, plain) > 1e-2
     assert torch.equal(run(sharded), plain)
+    with pytest.raises(
+        UnsupportedError, match=r"reads LoRAs for FLUX\.2, and this model is .*Use the stock LoRA loader"
+    ):
+        LoadTPLoRA.execute(sharded, f"{name}.safetensors", 1.0)
 
 
 def test_what_does_not_fit_is_named_with_what_to_load_instead():
