@@ -1,4 +1,4 @@
-"""An instant restart: each rank saves what it holds of a sharded model, and reads it straight back at the same degree.
+"""A restart: each rank saves what it holds of a sharded model, and reads it straight back at the same degree.
 
     save_shards(model, folder)                                                  # every rank
     from_pretrained(ModelClass, folder, parallel_config=TensorParallelConfig(tp_degree=N))
