@@ -17,6 +17,7 @@ from PIL import Image
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.core.small.build import pipeline_folder
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -102,12 +103,10 @@ def node_id(of: Mapping[str, Any], kind: str) -> int:
 
 @pytest.fixture(scope="module")
 def pipeline(comfy: ComfyServer) -> None:
-    """The pack's small FLUX.2 where it is, else one of random weights: the tests see no difference, the pictures do."""
+    """The pack's small FLUX.2 among ComfyUI's models."""
     folder = comfy.models / "diffusers" / MODEL
-    if folder.is_dir():
-        return
-    with demo.demo_pipeline() as source:
-        shutil.copytree(source, folder)
+    if not folder.is_dir():
+        shutil.copytree(pipeline_folder(), folder)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

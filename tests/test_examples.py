@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
-from random_pipeline import save_pipeline
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.core.small import draw
+from comfy_tp.core.small.build import pipeline_folder
 
 RUN = Path(__file__).parents[1] / "workflows" / "api" / "run.py"
 
@@ -24,20 +27,21 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def graph(comfy: ComfyServer) -> dict:
-    """The demo's graph on a pipeline of random weights."""
+    """The demo's graph on the small FLUX.2."""
     folder = comfy.models / "diffusers" / demo.MODEL
     if not folder.is_dir():
-        save_pipeline(folder)
-    return demo.text_to_image("a red circle", ranks=2, devices="cpu", seed=3, steps=3)
+        shutil.copytree(pipeline_folder(), folder)
+    return demo.text_to_image(demo.PROMPT, ranks=2, devices="cpu", seed=3, steps=8)
 
 
 def test_run_py_saves_the_picture_of_an_api_workflow(comfy, graph, tmp_path):
     (tmp_path / "graph.json").write_text(json.dumps(graph))
     done = run(tmp_path / "graph.json", tmp_path / "picture.png", comfy.url)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "node sample: 3/3" in done.stdout
+    assert "node sample: 8/8" in done.stdout
     with Image.open(tmp_path / "picture.png") as picture:
         assert picture.size == (demo.SIZE, demo.SIZE)
+        assert draw.judge(np.asarray(picture.convert("RGB"))).triple == ("circle", "red", "blue")
 
 
 def test_run_py_says_why_a_workflow_was_refused_or_failed(comfy, graph, tmp_path):

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..small.build import lora_file, pipeline_folder
+from ..small.build import LORA_NAME, pipeline_folder
 from .comfyui import ComfyServer
 
 MODEL = "small-flux2"
 PROMPT = "a red circle on a blue background"
 EDIT = "make it green"
-SIZE = 128  # pixels; what the small model was trained on
+SIZE = 64  # pixels a side: what the small model was trained on
 STEPS = 12
 TIMEOUT_S = 300.0
 
@@ -42,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, default=None, help="a FLUX.2 pipeline folder (default: the small one)"
     )
     parser.add_argument(
+        "--size",
+        type=int,
+        default=SIZE,
+        help=f"pixels a side (default {SIZE}, what the small one was trained on)",
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("demo"), help="folder for the pictures (default: ./demo)"
     )
     parser.add_argument(
@@ -51,20 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Boot ComfyUI, render twice, edit and apply the LoRA; returns the figures."""
-    if args.model is not None:
-        return render_all(args, args.model)
-    with demo_pipeline() as folder:
-        return render_all(args, folder)
-
-
-def render_all(args: argparse.Namespace, folder: Path) -> tuple[int, dict[str, Any]]:
-    """The demo with the pipeline at `folder`."""
+    folder = args.model or pipeline_folder()
     devices = args.devices or default_devices(args.ranks)
     args.output.mkdir(parents=True, exist_ok=True)
     with ComfyServer(cpu=devices == "cpu") as comfy:
         link_models(comfy.models, folder)
         print(f"ComfyUI is up at {comfy.url} after {comfy.boot_s:.1f} s", flush=True)
-        options = {"ranks": args.ranks, "devices": devices, "seed": args.seed, "steps": args.steps}
+        options = {
+            "ranks": args.ranks,
+            "devices": devices,
+            "seed": args.seed,
+            "steps": args.steps,
+            "size": args.size,
+        }
         graph = text_to_image(args.prompt, **options)
         image, cold_s = render(comfy, graph, args.output / "text_to_image.png")
         print(
@@ -84,7 +86,7 @@ def render_all(args: argparse.Namespace, folder: Path) -> tuple[int, dict[str, A
         edited, edit_s = render(comfy, edit(args.edit, reference, **options), args.output / "edit.png")
         print(f"edit with a reference: {edit_s:.1f} s: {edited}", flush=True)
         figures.update(edit=str(edited), edit_s=edit_s)
-        if has_lora(comfy.models):
+        if (comfy.models / "loras" / LORA_NAME).is_file():
             styled, lora_s = render(
                 comfy, text_to_image(args.prompt, lora=True, **options), args.output / "lora.png"
             )
@@ -93,24 +95,6 @@ def render_all(args: argparse.Namespace, folder: Path) -> tuple[int, dict[str, A
         if args.keep_running:
             wait_for_interrupt(comfy)
     return 0, figures
-
-
-@contextmanager
-def demo_pipeline() -> Iterator[Path]:
-    """The small trained FLUX.2 of this pack, or one of random weights, made now and removed after, where there is none."""
-    try:
-        yield pipeline_folder()
-        return
-    except FileNotFoundError:
-        pass
-    from ..small.random_weights import save_pipeline
-
-    print(
-        "This build ships no trained model: the demo paints with random weights, so the pictures are noise.",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory(prefix="comfy-tp-demo-") as folder:
-        yield save_pipeline(Path(folder))
 
 
 def default_devices(ranks: int) -> str:
@@ -131,14 +115,6 @@ def link_models(models: Path, folder: Path) -> None:
     (models / "loras").mkdir(exist_ok=True)
     for file in (folder / "lora").glob("*.safetensors"):
         _link_or_copy(file, models / "loras" / file.name)
-
-
-def has_lora(models: Path) -> bool:
-    """Whether the small model's LoRA is there."""
-    try:
-        return (models / "loras" / lora_file().name).is_file()
-    except FileNotFoundError:
-        return False
 
 
 def render(comfy: ComfyServer, graph: dict[str, Any], target: Path) -> tuple[Path, float]:
@@ -166,25 +142,27 @@ def loaders(ranks: int, devices: str) -> dict[str, Any]:
 
 
 def text_to_image(
-    prompt: str, *, ranks: int, devices: str, seed: int, steps: int, lora: bool = False
+    prompt: str, *, ranks: int, devices: str, seed: int, steps: int, size: int = SIZE, lora: bool = False
 ) -> dict[str, Any]:
     """A graph in API form: the stock text to image graph of FLUX.2 with the three loaders swapped."""
     graph = {
         **loaders(ranks, devices),
         "text": node("CLIPTextEncode", clip=["clip", 0], text=prompt),
         "guidance": node("FluxGuidance", conditioning=["text", 0], guidance=4.0),
-        "latent": node("EmptyFlux2LatentImage", width=SIZE, height=SIZE, batch_size=1),
-        **sampling(seed, steps, "guidance"),
+        "latent": node("EmptyFlux2LatentImage", width=size, height=size, batch_size=1),
+        **sampling(seed, steps, size, "guidance"),
     }
     if lora:
         graph["lora"] = node(
-            "LoraLoaderModelOnly", model=["model", 0], lora_name=lora_file().name, strength_model=1.0
+            "LoraLoaderModelOnly", model=["model", 0], lora_name=LORA_NAME, strength_model=1.0
         )
         graph["sample"]["inputs"]["model"] = ["lora", 0]
     return graph
 
 
-def edit(prompt: str, image: str, *, ranks: int, devices: str, seed: int, steps: int) -> dict[str, Any]:
+def edit(
+    prompt: str, image: str, *, ranks: int, devices: str, seed: int, steps: int, size: int = SIZE
+) -> dict[str, Any]:
     """A graph in API form that changes `image` (an uploaded file's name) as `prompt` says, by a reference latent."""
     return {
         **loaders(ranks, devices),
@@ -193,16 +171,16 @@ def edit(prompt: str, image: str, *, ranks: int, devices: str, seed: int, steps:
         "load": node("LoadImage", image=image),
         "encode": node("VAEEncode", pixels=["load", 0], vae=["vae", 0]),
         "reference": node("ReferenceLatent", conditioning=["guidance", 0], latent=["encode", 0]),
-        "latent": node("EmptyFlux2LatentImage", width=SIZE, height=SIZE, batch_size=1),
-        **sampling(seed, steps, "reference"),
+        "latent": node("EmptyFlux2LatentImage", width=size, height=size, batch_size=1),
+        **sampling(seed, steps, size, "reference"),
     }
 
 
-def sampling(seed: int, steps: int, positive: str) -> dict[str, Any]:
+def sampling(seed: int, steps: int, size: int, positive: str) -> dict[str, Any]:
     """From the conditioning of node `positive` to the saved picture."""
     return {
         "nothing": node("ConditioningZeroOut", conditioning=["text", 0]),
-        "sigmas": node("Flux2Scheduler", steps=steps, width=SIZE, height=SIZE),
+        "sigmas": node("Flux2Scheduler", steps=steps, width=size, height=size),
         "sample": node(
             "TPSampler",
             model=["model", 0],

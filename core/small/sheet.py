@@ -38,7 +38,7 @@ def _cell(image: np.ndarray, text: str) -> Image.Image:
 
 
 def contact_sheet(target: Path, folder: Path | None = None) -> Path:
-    """Paint the sheet and write it as a PNG of 64 colours; returns ``target``."""
+    """Paint the sheet and write it as a PNG of 128 colours; returns ``target``."""
     pipeline = evaluate.load_pipeline(folder)
     texts = [text for _, text in draw.held_out_scenes(100)][: 2 * COLUMNS]
     cells = [
@@ -63,7 +63,7 @@ def contact_sheet(target: Path, folder: Path | None = None) -> Path:
     for index, cell in enumerate(cells):
         sheet.paste(cell, (index % COLUMNS * width, index // COLUMNS * height))
     target.parent.mkdir(parents=True, exist_ok=True)
-    sheet.quantize(64, dither=Image.Dither.NONE).save(target, optimize=True)
+    sheet.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
     return target
 
 

@@ -10,7 +10,6 @@ Every stage writes ``DIR/<stage>.pt`` as it goes and continues from it when star
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -26,24 +25,25 @@ from ..models.flux2_layout import BFL_FLUX2
 from . import draw
 from .autoencoder import SEED, SIDE, BlockEncoder, decode, new_vae, set_encoder, vae_pictures
 from .flow import TextRows, new_transformer, sample, text_condition, tokens, velocity
+from .muon import Muon
 
 VAE_STEPS = 3000
 VAE_BATCH = 8
 VAE_LEARNING_RATE = 3e-3
 VAE_NOISE = 0.5
-STEPS = 2400
-FINISH = 0.5
+STEPS = 4500
+FINISH = 0.6
 BATCH = 64
 LEARNING_RATE = 2e-3
-MEET = 10
+MUON_RATE = 1e-2
 EDIT_SHARE = 0.25
 PADDED_SHARE = (0.2, 0.7)
 PADDED_FROM = 0.65
-LORA_RANK = 8
+LORA_RANK = 16
 LORA_BATCH = 32
 LORA_FIRST_BATCH = 10_000_000
-LORA_STEPS = 500
-LORA_LEARNING_RATE = 3e-3
+LORA_STEPS = 2000
+LORA_LEARNING_RATE = 1e-2
 
 
 def save_atomically(state: dict, path: Path) -> None:
@@ -197,62 +197,72 @@ def adherence(model, vae, rows: TextRows, count: int, padded: bool) -> tuple[flo
     return (*shares, sum(all(row) for row in right) / count)
 
 
-def train_transformer(out: Path, steps: int, worker: int = 0, workers: int = 1) -> None:
-    """Rectified flow on packed latents, pictures and edits mixed, AdamW, an average of the weights kept.
+class Optimizers:
+    """Muon on the matrices of the blocks, AdamW on everything else, as one optimizer."""
 
-    With two ``workers`` (two processes, one thread each) each draws its own batches, and their weights are averaged
-    every MEET steps: on a busy machine that wastes less than two threads that wait for each other in every matrix
-    product.
-    """
-    rows, encode = TextRows(out), BlockEncoder(load_vae(out))
-    if workers > 1:
-        store = torch.distributed.FileStore(str(out / "meeting"), workers)
-        limit = datetime.timedelta(minutes=10)
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=worker, world_size=workers, timeout=limit
+    def __init__(self, model) -> None:
+        inner: list[Tensor] = []
+        outer: list[Tensor] = []
+        plain: list[Tensor] = []
+        for name, parameter in model.named_parameters():
+            kind = plain if parameter.ndim < 2 else inner if "transformer_blocks." in name else outer
+            kind.append(parameter)
+        groups = [{"params": outer, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+        self.outer = [*outer, *plain]
+        self.rates = (MUON_RATE, LEARNING_RATE)
+        self.both = (
+            Muon(inner, lr=MUON_RATE),
+            torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True),
         )
+
+    def step(self, loss: Tensor, factor: float) -> None:
+        """One step on ``loss``, with both learning rates multiplied by ``factor``."""
+        for optimizer, rate in zip(self.both, self.rates, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.outer, 1.0)
+        for optimizer in self.both:
+            optimizer.step()
+
+    def state_dict(self) -> list[dict]:
+        return [optimizer.state_dict() for optimizer in self.both]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        for optimizer, state in zip(self.both, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def train_transformer(out: Path, steps: int) -> None:
+    """Rectified flow on packed latents, pictures and edits mixed, an average of the weights kept."""
+    rows, encode = TextRows(out), BlockEncoder(load_vae(out))
     model = new_transformer().train()
     average = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
-    path, log, first, seconds = out / f"transformer{worker or ''}.pt", out / "transformer.log", 0, 0.0
+    optimizers = Optimizers(model)
+    path, log, first, seconds = out / "transformer.pt", out / "transformer.log", 0, 0.0
     if path.exists():
         state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizers.load_state_dict(state["optimizers"])
         average, first, seconds = state["average"], state["step"], state["seconds"]
     began, total, count = time.time() - seconds, 0.0, 0
     for step in range(first, steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * flat_then_falling(step, steps)
         padded_share = PADDED_SHARE[step >= PADDED_FROM * steps]
-        loss = flow_loss(model, encode, rows, step * workers + worker, BATCH // workers, padded_share)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if workers > 1 and (step + 1) % MEET == 0:
-            flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-            torch.distributed.all_reduce(flat)
-            torch.nn.utils.vector_to_parameters(flat / workers, model.parameters())
+        loss = flow_loss(model, encode, rows, step, BATCH, padded_share)
+        optimizers.step(loss, flat_then_falling(step, steps))
         keep = min(0.998, (1 + step) / (10 + step))
         with torch.no_grad():
             for name, value in model.state_dict().items():
                 average[name].lerp_(value, 1 - keep)
         total, count = total + float(loss.detach()), count + 1
-        if (step + 1) % 50 == 0 and worker == 0:
+        if (step + 1) % 50 == 0:
             report(log, step=step + 1, loss=round(total / count, 4), seconds=round(time.time() - began))
             total, count = 0.0, 0
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average}
+            state = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "average": average}
             save_atomically(state | {"step": step + 1, "seconds": time.time() - began}, path)
-        if ((step + 1) % 500 == 0 or step + 1 == steps) and worker == 0:
+        if (step + 1) % 500 == 0 or step + 1 == steps:
             kept = {k: v.clone() for k, v in model.state_dict().items()}
             model.load_state_dict(average)
             vae = load_vae(out)
@@ -305,9 +315,7 @@ def train_lora(out: Path, steps: int) -> None:
     model.load_state_dict(torch.load(out / "transformer.pt", weights_only=True)["average"])
     factors = new_lora(model)
     styled = WithLora(model, factors)
-    optimizer = torch.optim.AdamW(
-        factors.values(), lr=LORA_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0
-    )
+    optimizer = Muon(list(factors.values()), lr=LORA_LEARNING_RATE, weight_decay=0.0)
     path, log, first, seconds = out / "lora.pt", out / "lora.log", 0, 0.0
     if path.exists():
         state = torch.load(path, weights_only=True)
@@ -322,7 +330,6 @@ def train_lora(out: Path, steps: int) -> None:
         loss = flow_loss(styled, encode, rows, LORA_FIRST_BATCH + step, LORA_BATCH, 0.5, outline=True)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
         optimizer.step()
         total, count = total + float(loss.detach()), count + 1
         if (step + 1) % 50 == 0 or step + 1 == steps:
@@ -342,17 +349,12 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=None, help="length of the stage, if not that of the shipped weights"
     )
-    parser.add_argument("--worker", type=int, default=0, help="which of the transformer's processes this is")
-    parser.add_argument("--workers", type=int, default=1, help="how many of them run")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stage, steps = stages[arguments.stage]
-    options = {}
-    if arguments.stage == "transformer" and arguments.workers > 1:
-        options = {"worker": arguments.worker, "workers": arguments.workers}
-    stage(arguments.out, arguments.steps or steps, **options)
+    stage(arguments.out, arguments.steps or steps)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python docs/images/compare_ranks.py [PIPELINE]
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from PIL import Image
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.core.small.build import pipeline_folder
 
 TARGET = Path(__file__).with_name("ranks.png")
 SIDE = 256
@@ -46,6 +46,5 @@ def side_by_side(one: np.ndarray, two: np.ndarray) -> Image.Image:
 
 
 if __name__ == "__main__":
-    given = [Path(name) for name in sys.argv[1:]]
-    with contextlib.nullcontext(given[0]) if given else demo.demo_pipeline() as pipeline:
-        side_by_side(*pictures(pipeline)).save(TARGET, optimize=True)
+    pipeline = Path(sys.argv[1]) if sys.argv[1:] else pipeline_folder()
+    side_by_side(*pictures(pipeline)).save(TARGET, optimize=True)
