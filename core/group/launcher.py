@@ -201,6 +201,7 @@ class Launcher:
 
         def watch() -> None:
             while not done.is_set():
+                self.pulse.put(0, life.HEARTBEAT, time.monotonic())
                 readable, _, _ = select.select([0], [], [], WATCH_TICK)
                 if (readable and not os.read(0, 4096)) or os.getppid() != self._parent:
                     self.end()
@@ -227,8 +228,8 @@ class Launcher:
         if not self._pidfds:
             tick = min(tick, 0.1)
         while True:
-            readable, _, _ = select.select([0, *self._pidfds], [], [], tick)
             self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+            readable, _, _ = select.select([0, *self._pidfds], [], [], tick)
             if 0 in readable and not os.read(0, 4096):
                 return None
             if os.getppid() != self._parent:
