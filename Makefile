@@ -1,6 +1,7 @@
 # make            what the targets are
 # make venv       .venv with torch, everything the tests need, and this package in editable mode
 # make test       every test; the browser tests need `make browser` and a Chromium
+# make floor      the FLUX.2 tests again, with the oldest diffusers, transformers and huggingface_hub that are supported
 #
 # Another build of torch, for a certain GPU:
 #   make venv TORCH=torch==2.9.1 TORCHVISION=torchvision==0.24.1 PIP_ARGS="--index-url URL"
@@ -13,14 +14,16 @@ TORCH ?= torch==2.14.1
 TORCHVISION ?= torchvision==0.29.1
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+FLOOR_TESTS ?= $(addprefix tests/test_,architectures.py sampling.py nodes_files.py nodes_sampling.py sampler_node.py \
+	nodes_components.py text_encoder.py vae.py small.py adherence.py checkpoint_writer.py requirements.py lora.py)
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv browser lint format test demo bench soak clean
+.PHONY: help venv browser lint format test floor demo bench soak clean
 
 help:
-	@echo "make venv | browser | lint | format | test | demo | bench | soak | clean"
+	@echo "make venv | browser | lint | format | test | floor | demo | bench | soak | clean"
 
 venv: $(STAMP)
 
@@ -54,6 +57,17 @@ format: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# On top of .venv, whose torch it uses.
+floor: .venv-floor/.installed
+	.venv-floor/bin/python -m pytest $(PYTEST_ARGS) $(FLOOR_TESTS)
+
+.venv-floor/.installed: requirements-floor.txt $(STAMP)
+	test -x .venv-floor/bin/python || $(BIN)/python -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$(.venv-floor/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_base.pth
+	touch $@
 
 demo: $(STAMP)
 	$(BIN)/comfy-tp demo
