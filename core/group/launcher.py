@@ -214,7 +214,7 @@ class Launcher:
         finally:
             done.set()
             # No process with a second thread is forked.
-            thread.join()
+            thread.join(KILL_WAIT)
 
     def _write_private(self, name: str, text: str) -> None:
         path = self.folder / name
