@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +39,17 @@ SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
 
 def guard(model: nn.Module, ranks: Ranks) -> None:
     """Bind the saving, the refusals (R17-R20) and the check of the inputs onto a freshly sharded `model`."""
+    bound: Any = model
     if ranks.degree == 1:
+        if any(getattr(module, "scales", None) is not None for module in model.modules()):
+            # The model's own would leave the scales of its fp8 weights out; ours refuses.
+            bound.save_pretrained = types.MethodType(_save, model)
         return
     name = type(model).__name__
     for method, reason in REFUSED.items():
         if hasattr(model, method):
             setattr(model, method, _refusal(name, reason))
-    bound: Any = model
-    bound.save_pretrained = _saving(model)
+    bound.save_pretrained = types.MethodType(_save, model)
     # diffusers' pipelines and loaders recognise a tensor-parallel model by this attribute and refuse to offload it.
     bound._parallel_config = SimpleNamespace(
         tensor_parallel_config=SimpleNamespace(tp_degree=ranks.degree, mesh=None),
@@ -130,16 +134,14 @@ def _refusal(name: str, reason: str) -> Callable[..., Any]:
     return refuse
 
 
-def _saving(model: nn.Module) -> Callable[..., None]:
-    def save(save_directory: str | os.PathLike, **options: Any) -> None:
-        size = options.pop("max_shard_size", "10GB")
-        # Rank 0 alone writes, and only safetensors: these say what happens anyway.
-        options.pop("is_main_process", None)
-        if options.pop("safe_serialization", True) is not True or options:
-            raise ConfigError(
-                f"A sharded model is saved as safetensors, all ranks calling `save_pretrained(folder, "
-                f"max_shard_size=...)`. Remove: {', '.join(sorted(options)) or 'safe_serialization=False'}."
-            )
-        save_pretrained(model, save_directory, max_shard_size=size)
-
-    return save
+def _save(model: nn.Module, save_directory: str | os.PathLike, **options: Any) -> None:
+    """`save_pretrained` as a method of the model. A bound one, so that a copy of the model saves its own weights."""
+    size = options.pop("max_shard_size", "10GB")
+    # Rank 0 alone writes, and only safetensors: these say what happens anyway.
+    options.pop("is_main_process", None)
+    if options.pop("safe_serialization", True) is not True or options:
+        raise ConfigError(
+            f"A sharded model is saved as safetensors, all ranks calling `save_pretrained(folder, "
+            f"max_shard_size=...)`. Remove: {', '.join(sorted(options)) or 'safe_serialization=False'}."
+        )
+    save_pretrained(model, save_directory, max_shard_size=size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from thread_ranks import on_ranks
@@ -170,3 +172,28 @@ def test_gradients_and_autocast_see_every_product():
         assert {output.dtype for output in joint_reduce(*zip(layers, inputs, strict=True))} == {
             torch.bfloat16
         }
+
+
+def test_joint_modulations_with_a_bias_run_under_autograd():
+    ranks = Recorded(0, 2, "cpu")
+    layers = make_layers(ranks, kind=RowwiseSplitInputLinear, bias=True)
+    x = tokens()[0][:, 0].contiguous()
+    alone = [layer(x) for layer in layers]
+    JointLinears(layers, ranks)
+    layers[0].requires_grad_(True)
+    outputs = [layer(x) for layer in layers]
+    for output, expected in zip(outputs, alone, strict=True):
+        torch.testing.assert_close(output, expected)
+    outputs[0].sum().backward()
+    torch.testing.assert_close(layers[0].bias.grad, torch.full((FEATURES,), float(len(x))))
+
+
+def test_a_copy_of_joint_modulations_computes_with_its_own_weights():
+    ranks = Recorded(0, 2, "cpu")
+    layers = nn.ModuleList(make_layers(ranks, kind=RowwiseSplitInputLinear))
+    x = tokens()[0][:, 0].contiguous()
+    JointLinears(list(layers), ranks)
+    copies = copy.deepcopy(layers)
+    with torch.inference_mode():
+        copies[0].weight.mul_(2)
+        torch.testing.assert_close(copies[0](x), 2 * layers[0](x))

@@ -6,9 +6,7 @@ read SiLU(embedding), one vector per picture: sharded row-wise, the first one ca
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,18 +42,20 @@ class JointLinears:
         self.source: torch.Tensor | None = None
         self.ready: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            layer.forward = types.MethodType(self._forward_of(index), layer)  # type: ignore[method-assign]
+            layer.forward = _JointLinear(self, index).forward  # type: ignore[method-assign]
 
-    def _forward_of(self, index: int) -> Any:
-        def forward(layer: RowwiseSplitInputLinear, x: torch.Tensor) -> torch.Tensor:
-            if self.source is not x or index not in self.ready:
-                self._compute(x)
-            output = self.ready.pop(index)
-            if not self.ready:
-                self.source = None
-            return output if layer.bias is None else output.add_(layer.bias)
-
-        return forward
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """What the layer of that `index` makes of x."""
+        if self.source is not x or index not in self.ready:
+            self._compute(x)
+        output = self.ready.pop(index)
+        if not self.ready:
+            self.source = None
+        bias = self.layers[index].bias
+        if bias is None:
+            return output
+        # Autograd lets no part of a split be written to.
+        return output.add_(bias) if writes_in_place(x) else output + bias
 
     def _compute(self, x: torch.Tensor) -> None:
         widths = [layer.out_features for layer in self.layers]
@@ -67,6 +67,17 @@ class JointLinears:
             joined = torch.cat([layer.partial(x) for layer in self.layers], dim=-1)
         self.ready = dict(enumerate(self.ranks.all_reduce(joined).split(widths, dim=-1)))
         self.source = x
+
+
+class _JointLinear:
+    """The forward of one of the layers. A method of an object, so that a copy of the model computes with its own layers."""
+
+    def __init__(self, joint: JointLinears, index: int):
+        self._joint = joint
+        self._index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._joint.take(self._index, x)
 
 
 def join(places: Sequence[tuple[nn.Module, str, nn.Module]], ranks: Ranks) -> None:
