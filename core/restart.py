@@ -31,7 +31,7 @@ from .checkpoint.rank_files import (
 )
 from .checkpoint.reader import ReadReport
 from .config import TensorParallelConfig
-from .errors import CheckpointError, ConfigError, TPError
+from .errors import CheckpointError, ConfigError
 from .guards import saved_state
 from .models import architecture_of
 from .parallelize import apply_plan, resolve
@@ -111,7 +111,7 @@ def load_shards(
     failure: BaseException | None = None
     try:
         found = _open(model_class, folder, ranks, config, dtype)
-    except TPError as error:
+    except Exception as error:
         failure = error
     others = f"cannot use its shards in {folder}; its own error says why. Nothing was loaded."
     raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
@@ -156,7 +156,12 @@ def _open(
             f"{path} holds {saved.dtype} weights, not {_name(dtype)}: shards are read as they were saved. Leave `dtype` "
             f"out, pass torch.{saved.dtype}, or load the model from its own files."
         )
-    model = build_skeleton(model_class, saved.config)
+    try:
+        model = build_skeleton(model_class, saved.config)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: its configuration makes no {model_class.__name__} ({error}). To restart, {AGAIN}."
+        ) from error
     plan = resolve(model, config)
     specs = dict(plan.specs)
     for name, buffer in persistent_buffers(model):
@@ -170,8 +175,9 @@ def _open(
         )
     for entry in checkpoint.entries.values():
         _ = entry.torch_dtype
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for module in saved.scales:
-        if f"{module}.weight" not in stored:
+        if module not in linears:
             raise CheckpointError(
                 f"{path} has an fp8 scale for '{module}', which is no Linear. To restart, {AGAIN}."
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.checkpoint.writer import (
     FileStream,
+    attempt,
     file_order,
     save_pretrained,
     write_file,
@@ -74,6 +77,33 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         CheckpointError, match="tensor 'a' of torch.complex128 cannot be written as safetensors"
     ):
         FileStream(tmp_path / "m.safetensors", {"a": (torch.complex128, (1,))})
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(FileStream, "_write", side_effect=full),
+        pytest.raises(CheckpointError, match="No space left on device.*what was written is removed"),
+    ):
+        FileStream(tmp_path / "m.safetensors", {"a": (torch.float32, (1,))})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_is_taken_leaves_no_part_of_a_file(tmp_path):
+    taken = "diffusion_pytorch_model-00002-of-00003.safetensors"
+    (tmp_path / taken).mkdir()
+    with pytest.raises(CheckpointError, match=f"{taken} cannot be written"):
+        save_alone(tmp_path, {name: torch.ones(4) for name in "abc"}, max_shard_bytes=16)
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+
+
+def test_whatever_stops_a_rank_from_writing_is_told_to_the_others_first():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no room for a copy")
+
+    result, failure = attempt(out_of_memory)
+    assert result is None
+    assert isinstance(failure, torch.OutOfMemoryError)
 
 
 def save_alone(folder: Path, tensors: dict[str, torch.Tensor], **options) -> None:

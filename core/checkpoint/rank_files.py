@@ -179,16 +179,50 @@ def open_rank_file(folder: str | os.PathLike, *, rank: int, degree: int) -> tupl
     return Checkpoint(os.fspath(path), header.entries, kept, dict(saved.config), (header,)), saved
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_scales(value: Any) -> bool:
+    """Whether every entry is [weight scale, input scale or None, full precision]."""
+    return isinstance(value, dict) and all(
+        isinstance(row, list)
+        and len(row) == 3
+        and isinstance(row[0], float)
+        and isinstance(row[1], float | None)
+        and isinstance(row[2], bool)
+        for row in value.values()
+    )
+
+
+# Field of `SavedModel` -> whether a value is one of its kind.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "config": _is_table,
+    "layout": _is_text,
+    "dtype": _is_dtype,
+    "compute_dtype": _is_dtype,
+    "scales": _are_scales,
+    "save": _is_text,
+}
+
+
 def _described(path: Path, metadata: Mapping[str, str]) -> SavedModel:
     """The model that a rank file's metadata describe."""
-    tables = ("config", "scales")
     found: dict[str, Any] = {}
-    for name in SavedModel.__dataclass_fields__:
+    for name, is_kind in KINDS.items():
         try:
             value = json.loads(metadata.get(name, ""))
         except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict if name in tables else str):
+        if not is_kind(value):
             raise CheckpointError(
                 f"{path}: what it says of the model's '{name}' is damaged. To restart, {AGAIN}."
             )

@@ -85,8 +85,12 @@ class FileStream:
         raw += b" " * (-len(raw) % 8)
         try:
             self._file = open(self._temporary, "wb", buffering=0)
+        except OSError as error:
+            raise self._refusal(error) from None
+        try:
             self._write(len(raw).to_bytes(8, "little") + raw)
         except OSError as error:
+            self.abort()
             raise self._refusal(error) from None
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -163,11 +167,10 @@ def save_pretrained(
     table = {name: (tensor.dtype, specs[name].shape) for name, tensor in shards.items()}
     parts = _partition(table, max_shard_bytes)
     names = _file_names(weights_name, len(parts))
-    gathering = Gathering(shards, specs, rank, degree, group)
     finished: list[FileStream] = []
     stream: FileStream | None = None
-    failure: BaseException | None = None
-    if rank == 0:
+    gathering, failure = attempt(Gathering, shards, specs, rank, degree, group)
+    if rank == 0 and failure is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -194,6 +197,7 @@ def save_pretrained(
         raise
     if rank == 0:
         _, failure = attempt(_publish, folder, finished, parts, names, weights_name, config)
+    others = f"could not finish its files in {folder}; its own error says why. Save again before you load from there."
     raise_together(group, degree, rank, failure, others)
 
 
@@ -290,8 +294,13 @@ def _publish(
     config: Mapping[str, Any] | None,
 ) -> None:
     """Give the finished files their names, the index after them, and remove weights of an earlier save."""
-    for stream in finished:
-        stream.publish()
+    try:
+        for stream in finished:
+            stream.publish()
+    except CheckpointError:
+        for stream in finished:
+            stream.abort()
+        raise
     index = folder / f"{weights_name}.safetensors.index.json"
     if len(names) > 1:
         total = sum(
@@ -317,8 +326,8 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """What `call` returns, or the refusal that it raised, to be agreed on with the other ranks first."""
+    """What `call` returns, or what it raised (a device out of memory too), to be agreed on with the other ranks first."""
     try:
         return call(*args), None
-    except (OSError, CheckpointError, ValueError) as error:
+    except Exception as error:
         return None, error
