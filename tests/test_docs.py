@@ -97,8 +97,11 @@ def test_the_script_in_the_readme_is_the_one_that_the_suite_runs():
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     run = ast.parse((ROOT / "tests" / "tensor_parallel_flux2.py").read_text(encoding="utf-8"))
     shown = ast.parse(script)
-    assert calls(shown) <= calls(run)
-    assert imports(shown) <= imports(run)
+    # On GPUs each process says first which one is its own; without that all shards would go to the first.
+    own_gpu = {"set_device", "int"}
+    assert own_gpu <= calls(shown)
+    assert calls(shown) - own_gpu <= calls(run)
+    assert imports(shown) - {"import os"} <= imports(run)
 
 
 def calls(tree: ast.AST) -> set[str]:
