@@ -36,12 +36,12 @@ class Ranks:
     def of(cls, config: TensorParallelConfig, device: torch.device | str | None = None) -> Ranks:
         """The ranks of `config` seen from this process.
 
-        `device` defaults to the current CUDA device when the group runs NCCL, else the CPU. Raises `ConfigError` when
-        torch.distributed is not initialised, the degree does not equal the group's size, or the device type cannot
-        hold shards. Nothing is changed before these checks.
+        `device` defaults to the current CUDA device when the group (at degree 1 the default one, if there is one) runs
+        NCCL, else the CPU. Raises `ConfigError` when torch.distributed is not initialised, the degree does not equal
+        the group's size, or the device type cannot hold shards. Nothing is changed before these checks.
         """
         if config.tp_degree == 1 and config.group() is None:
-            return cls.single(check_device(device if device is not None else "cpu"))
+            return cls.single(check_device(device if device is not None else current_device(None)))
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 f"tp_degree={config.tp_degree} needs an initialised process group. Start the script with torchrun and "
@@ -55,10 +55,8 @@ class Ranks:
                 f"tp_degree={config.tp_degree}, but the process group has {size} ranks. Set tp_degree={size}, start "
                 f"{config.tp_degree} ranks, or pass the process group of {config.tp_degree} ranks."
             )
-        if device is None:
-            on_gpu = dist.get_backend(group) == "nccl" and torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        return cls(dist.get_rank(group), size, check_device(device), group)
+        device = check_device(device if device is not None else current_device(group))
+        return cls(dist.get_rank(group), size, device, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it. Degree 1 is a no-op."""
@@ -85,6 +83,15 @@ class Ranks:
 
     def __deepcopy__(self, memo: dict) -> Ranks:
         return self  # a process group cannot be copied; copies of a model share their ranks
+
+
+def current_device(group: Any) -> torch.device:
+    """Where this process computes in `group` (None: the default one): its current CUDA device under NCCL, else the CPU."""
+    ready = dist.is_available() and dist.is_initialized() and torch.cuda.is_available()
+    # A group may have a backend per type of device, such as "cpu:gloo,cuda:nccl".
+    if ready and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def check_device(device: torch.device | str) -> torch.device:
