@@ -5,7 +5,10 @@ Importing `comfy` reads the command line once and for all, so this is the only p
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +39,9 @@ def import_comfy() -> Path:
     from comfy_tp.core.cli.comfyui import comfyui_path
 
     base = Path(tempfile.mkdtemp(prefix="comfy-tp-inprocess-"))
+    owner = os.getpid()
+    # A process that was forked from this one has the same list of what to do at its end.
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(base, ignore_errors=True))
     for name in (
         "models/diffusion_models",
         "models/diffusers",
