@@ -112,6 +112,16 @@ def check_files(ranks: Ranks, checkpoint: Checkpoint) -> None:
         )
 
 
+def check_kinds(ranks: Ranks, where: str, holds_shards: bool) -> None:
+    """Raise `ConfigError` on every rank unless all of them find rank files at `where`, or all a whole model."""
+    found = gather_json(ranks, holds_shards)
+    if len(set(found)) > 1:
+        raise ConfigError(
+            f"{where} holds shards that save_shards wrote for rank {found.index(True)}, but a whole model for rank "
+            f"{found.index(False)}. Put the same files on every machine, or name another folder."
+        )
+
+
 def guard_inputs(model: nn.Module, ranks: Ranks) -> None:
     """Check at the first forward of every run of `model` that the ranks agree on its arguments.
 

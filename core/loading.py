@@ -6,13 +6,15 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import quant
-from .agreement import check_files
+from .agreement import check_files, check_kinds
+from .checkpoint.broadcast import raise_together
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, check, choose_layout
 from .checkpoint.reader import ReadReport, Wanted, read_shards
@@ -88,15 +90,28 @@ def from_pretrained(
         )
     config = TensorParallelConfig.of(parallel_config)
     ranks = Ranks.of(config, device)
-    saved = saved_shards(name_or_path, subfolder)
+    saved: Path | None = None
+    opened: OpenedModel | None = None
+    failure: Exception | None = None
+    try:
+        saved = saved_shards(name_or_path, subfolder)
+        if saved is None:
+            location = resolve_source(name_or_path, subfolder=subfolder, **hub)
+            opened = open_model(Checkpoint.open(location), model_class=model_class)
+    except Exception as error:
+        failure = error
+    others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
+    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
+    if ranks.degree > 1:
+        check_kinds(ranks, name_or_path, saved is not None)
     if saved is not None:
         model, _ = load_shards(
             model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
         )
         guard(model, ranks)
         return model
-    location = resolve_source(name_or_path, subfolder=subfolder, **hub)
-    opened = open_model(Checkpoint.open(location), model_class=model_class)
+    if opened is None:
+        raise AssertionError("a rank that opened nothing raised")
     if ranks.degree > 1:
         check_files(ranks, opened.checkpoint)
     model, _ = load_opened(

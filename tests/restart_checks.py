@@ -135,6 +135,8 @@ def refused(ranks: Ranks, folder: str) -> dict[str, Any]:
     (root / "occupied").mkdir(exist_ok=True)
     if last:
         (root / "occupied" / own / "x").mkdir(parents=True)
+    (root / "empty").mkdir(exist_ok=True)
+    model.save_pretrained(str(root / "whole"))
     dist.barrier()
 
     def load(name: str, model_class: type = flux, degree: int = ranks.degree, **options: Any) -> str:
@@ -158,6 +160,8 @@ def refused(ranks: Ranks, folder: str) -> dict[str, Any]:
             "renamed": load("renamed"),
             "mixed": load("mixed"),
             "other weights": load("others weights"),
+            "not there": load("empty" if last else "good"),
+            "whole there": load("whole" if last else "good"),
         }
         with mock.patch.dict(plan, other_plan, clear=True):
             found["plan"] = load("good")

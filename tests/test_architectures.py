@@ -102,6 +102,9 @@ def test_rank_files_that_do_not_belong_are_refused_on_every_rank_before_anything
         assert "was saved with another plan of FluxTransformer2DModel" in found["plan"]
         assert f"(rank-00000-of-{degree:05d}.safetensors) and other weights (model" in found["other weights"]
         assert f"mixed: the shards of rank {last} are of another save than the others'" in found["mixed"]
+        assert f"wrote for rank 0, but a whole model for rank {last}. Put the same" in found["whole there"]
+        own_text = "empty holds no safetensors weights" if rank == last else f"Rank {last} cannot open"
+        assert own_text in found["not there"]
         for case, text in {
             "missing": f"has no shards of rank {last} of {degree} ({own}.safetensors). It has: rank-00000",
             "truncated": "incomplete; load the model from its own files and save the shards again.",
