@@ -76,16 +76,17 @@ def save_pretrained(
             f"('{quantised[0]}'). Keep the file that it was loaded from, or save the shards with save_shards."
         )
     ranks: Ranks = model.tensor_parallel.ranks
-    write(
-        folder,
-        shards,
-        specs,
-        rank=ranks.rank,
-        degree=ranks.degree,
-        group=ranks.group,
-        config=config,
-        max_shard_bytes=byte_count(max_shard_size),
-    )
+    with ranks.on_device():
+        write(
+            folder,
+            shards,
+            specs,
+            rank=ranks.rank,
+            degree=ranks.degree,
+            group=ranks.group,
+            config=config,
+            max_shard_bytes=byte_count(max_shard_size),
+        )
 
 
 def saved_state(

@@ -90,35 +90,36 @@ def from_pretrained(
         )
     config = TensorParallelConfig.of(parallel_config)
     ranks = Ranks.of(config, device)
-    saved: Path | None = None
-    opened: OpenedModel | None = None
-    failure: Exception | None = None
-    try:
-        saved = saved_shards(name_or_path, subfolder)
-        if saved is None:
-            location = resolve_source(name_or_path, subfolder=subfolder, **hub)
-            opened = open_model(Checkpoint.open(location), model_class=model_class)
-    except Exception as error:
-        failure = error
-    others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
-    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
-    if ranks.degree > 1:
-        check_kinds(ranks, name_or_path, saved is not None)
-    if saved is not None:
-        model, _ = load_shards(
-            model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
+    with ranks.on_device():
+        saved: Path | None = None
+        opened: OpenedModel | None = None
+        failure: Exception | None = None
+        try:
+            saved = saved_shards(name_or_path, subfolder)
+            if saved is None:
+                location = resolve_source(name_or_path, subfolder=subfolder, **hub)
+                opened = open_model(Checkpoint.open(location), model_class=model_class)
+        except Exception as error:
+            failure = error
+        others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
+        raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
+        if ranks.degree > 1:
+            check_kinds(ranks, name_or_path, saved is not None)
+        if saved is not None:
+            model, _ = load_shards(
+                model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
+            )
+            guard(model, ranks)
+            return model
+        if opened is None:
+            raise AssertionError("a rank that opened nothing raised")
+        if ranks.degree > 1:
+            check_files(ranks, opened.checkpoint)
+        model, _ = load_opened(
+            opened, ranks, config=config, dtype=dtype or torch.float32, progress=progress, cancelled=cancelled
         )
         guard(model, ranks)
         return model
-    if opened is None:
-        raise AssertionError("a rank that opened nothing raised")
-    if ranks.degree > 1:
-        check_files(ranks, opened.checkpoint)
-    model, _ = load_opened(
-        opened, ranks, config=config, dtype=dtype or torch.float32, progress=progress, cancelled=cancelled
-    )
-    guard(model, ranks)
-    return model
 
 
 def refuse_options(options: dict[str, Any]) -> None:

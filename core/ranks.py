@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class Ranks:
             )
         device = check_device(device if device is not None else current_device(group))
         return cls(dist.get_rank(group), size, device, group)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Inside, `device` is the current one of its kind: NCCL agrees there when it has no tensor of the model to go by."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it. Degree 1 is a no-op."""

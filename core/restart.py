@@ -76,7 +76,8 @@ def save_shards(model: nn.Module, folder: str | os.PathLike) -> None:
         scales=scales,
         save=save[0],
     )
-    write_rank_file(folder, shards, saved, rank=ranks.rank, degree=ranks.degree, group=ranks.group)
+    with ranks.on_device():
+        write_rank_file(folder, shards, saved, rank=ranks.rank, degree=ranks.degree, group=ranks.group)
 
 
 def saved_shards(name_or_path: str | os.PathLike, subfolder: str | None = None) -> Path | None:

@@ -38,3 +38,11 @@ def test_R6_one_rank_too_takes_the_current_device_of_its_group(second_gpu, monke
 def test_without_a_group_a_whole_model_stays_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Ranks.of(TensorParallelConfig()).device == torch.device("cpu")
+
+
+def test_nccl_agrees_on_the_device_that_was_asked_for(monkeypatch):
+    """`raise_together` has no tensor of the model, so it goes by the current device."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: ("current", device))
+    assert Ranks(1, 2, "cuda:1").on_device() == ("current", torch.device("cuda:1"))
+    with Ranks(1, 2, "cpu").on_device():
+        pass
