@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,19 @@ def test_a_launcher_that_is_killed_takes_the_ranks_with_it(tmp_path):
         group.request("ping")
     assert_nothing_left(processes, folder)
     group.close()
+    assert kept_after_a_refused_request(group)() is None
+
+
+class Model:
+    """What a caller holds while it asks."""
+
+
+def kept_after_a_refused_request(group: RankGroup) -> weakref.ref:
+    """A reference to something that the frame of a failed request held."""
+    model = Model()
+    with pytest.raises(RankError):
+        group.request("ping")
+    return weakref.ref(model)
 
 
 def test_a_launcher_that_stops_is_noticed_by_a_waiting_client(tmp_path):

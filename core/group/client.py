@@ -12,6 +12,7 @@ the processes the group is dead as a whole: `alive` is False, everything is clea
 from __future__ import annotations
 
 import collections
+import copy
 import json
 import logging
 import os
@@ -217,7 +218,7 @@ class RankGroup:
     @property
     def failure(self) -> RankError | None:
         """Why the group is dead, or None."""
-        return self._line.failure
+        return copy.copy(self._line.failure)
 
     @property
     def alive(self) -> bool:
@@ -395,7 +396,7 @@ class _Line:
                 if self.failure is None:
                     self._changed.wait(min(clock.slice(), POLL))
                 if self.failure is not None:
-                    raise self.failure
+                    raise copy.copy(self.failure)
             clock.tick()
             if self._folder is not None and (self._folder / "socket").exists():
                 try:
@@ -550,7 +551,8 @@ class _Line:
     def check(self) -> None:
         """Raise where the group cannot take a request."""
         if self.failure is not None:
-            raise self.failure
+            # Not itself: a raised exception keeps the frames that it passed, and with them the caller's model.
+            raise copy.copy(self.failure)
         if self.closed:
             raise RankError("The rank group was closed.")
 

@@ -26,6 +26,8 @@ def main() -> None:
     # argv: this file, what to be (shown by ps), then for the launcher its log folder, for a rank its folder and number.
     if sys.path and Path(sys.path[0]).absolute() == Path(__file__).absolute().parent:
         del sys.path[0]
+    # diffusers imports peft wherever it is installed, which takes a second and a half; the ranks apply LoRAs themselves.
+    sys.modules.setdefault("peft", None)  # type: ignore[arg-type]
     register_package()
     if sys.argv[1] == "comfy_tp launcher":
         from comfy_tp.core.group.launcher import main as run
