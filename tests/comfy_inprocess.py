@@ -120,6 +120,34 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def save_lora(name: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Write a LoRA file where ComfyUI finds it."""
+    from safetensors.torch import save_file
+
+    folder = import_comfy() / "models/loras"
+    folder.mkdir(exist_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
+    import folder_paths
+
+    folder_paths.filename_list_cache.clear()
+    return name
+
+
+def random_lora(
+    name: str, matrices: dict[str, torch.Tensor], *, seed: int, rank: int = 4, size: float = 0.2
+) -> str:
+    """A LoRA of every matrix of a model, by the single file's names without `.weight`, in ComfyUI's keys, with alpha."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, weight in matrices.items():
+        rows, columns = weight.shape
+        lora = f"diffusion_model.{module}"
+        tensors[f"{lora}.lora_up.weight"] = torch.randn(rows, rank, generator=generator) * size
+        tensors[f"{lora}.lora_down.weight"] = torch.randn(rank, columns, generator=generator) * size
+        tensors[f"{lora}.alpha"] = torch.tensor(2.0)
+    return save_lora(name, tensors)
+
+
 @functools.cache
 def small_model() -> Path:
     """The folder of the small FLUX.2 that most tests share, among ComfyUI's diffusion_models."""

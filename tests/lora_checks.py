@@ -31,7 +31,6 @@ FLUX2 = {
     "timestep_guidance_channels": 32,
     "mlp_ratio": 3.0,
     "axes_dims_rope": (4, 4, 4, 4),
-    "guidance_embeds": True,
 }
 # File key -> the model's parameters that it holds, in the file's order of rows; negative: the halves are swapped.
 FILE = {

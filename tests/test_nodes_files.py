@@ -16,6 +16,7 @@ from comfy_inprocess import (
     ksampler,
     latent,
     load_tp,
+    random_lora,
     relative_error,
 )
 from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
@@ -103,6 +104,19 @@ def test_a_single_file_gives_what_comfyuis_own_loader_gives(dev, models, monkeyp
     assert relative_error(combined(other, method), expected) > 1e-2  # a wrongly read weight shows
 
 
+def matrices(model: Any) -> dict[str, torch.Tensor]:
+    """The matrices of a model by the single file's names, without `.weight`."""
+    tensors = single_file_tensors(model).items()
+    return {name.removesuffix(".weight"): tensor for name, tensor in tensors if tensor.ndim == 2}
+
+
+def with_lora(model: Any, name: str) -> torch.Tensor:
+    """What the graph gives with a LoRA from the stock LoraLoaderModelOnly."""
+    import nodes
+
+    return combined(nodes.LoraLoaderModelOnly().load_lora_model_only(model, name, 1.0)[0])
+
+
 def changed(path: Path) -> Path:
     """The same file with the two halves of one fused weight exchanged."""
     from safetensors.torch import load_file
@@ -136,6 +150,14 @@ def test_an_fp8_file_gives_what_comfyuis_own_fp8_layers_give(dev, models, monkey
     print(f"{style} at {degree}: {relative_error(found, by_stock):.1e} {relative_error(found, by_exact):.1e}")
     assert relative_error(found, by_stock) <= FP8_STOCK
     assert relative_error(found, by_exact) <= FP8_EXACT
+    if degree == 2:
+        styled = random_lora(f"{style}.safetensors", matrices(dev), seed=4, size=0.1)
+        found, by_stock, by_exact = (with_lora(model, styled) for model in (sharded, own, dequantised))
+        print(f"with a LoRA: {relative_error(found, by_stock):.1e} {relative_error(found, by_exact):.1e}")
+        assert relative_error(found, by_exact) <= FP8_EXACT
+        # ComfyUI rounds the sum to fp8 again, which ours does not.
+        assert relative_error(found, by_stock) <= relative_error(by_stock, by_exact) + FP8_EXACT
+        assert relative_error(by_exact, combined(dequantised)) > 10 * FP8_EXACT
     original = save_single_file(models / "original.safetensors", single_file_tensors(dev))
     assert (
         relative_error(combined(stock(original, monkeypatch)), by_exact) > 2 * FP8_EXACT

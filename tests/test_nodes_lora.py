@@ -11,13 +11,14 @@ import torch
 from comfy_inprocess import (
     bfl_state,
     conditioning,
-    import_comfy,
     in_comfy,  # noqa: F401  a fixture
     ksampler,
     latent,
     native,
     native_model,
+    random_lora,
     relative_error,
+    save_lora,
     small_model,
     tp_model,
 )
@@ -30,40 +31,11 @@ DEGREES = (2, 4)
 pytestmark = pytest.mark.usefixtures("in_comfy")
 
 
-def save_lora(name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a LoRA file where ComfyUI finds it."""
-    from safetensors.torch import save_file
-
-    folder = import_comfy() / "models/loras"
-    folder.mkdir(exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
-    import folder_paths
-
-    folder_paths.filename_list_cache.clear()
-    return name
-
-
 @functools.cache
 def weights() -> dict[str, torch.Tensor]:
     """The matrices of the small model by the single file's names, without `.weight`."""
     found = bfl_state(small_model())
     return {name.removesuffix(".weight"): tensor for name, tensor in found.items() if tensor.ndim == 2}
-
-
-def random_lora(name: str, *, seed: int, rank: int = 4, size: float = 0.2) -> str:
-    """A LoRA of every matrix of the small model, in ComfyUI's keys, with alpha."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for module, weight in weights().items():
-        rows, columns = weight.shape
-        tensors[f"diffusion_model.{module}.lora_up.weight"] = (
-            torch.randn(rows, rank, generator=generator) * size
-        )
-        tensors[f"diffusion_model.{module}.lora_down.weight"] = (
-            torch.randn(rank, columns, generator=generator) * size
-        )
-        tensors[f"diffusion_model.{module}.alpha"] = torch.tensor(2.0)
-    return save_lora(name, tensors)
 
 
 def mixed_adapters(name: str) -> str:
@@ -133,12 +105,12 @@ def compare(degree: int, with_lora: Callable[[Any], Any]) -> tuple[torch.Tensor,
 
 @pytest.fixture(scope="module")
 def one() -> str:
-    return random_lora("one.safetensors", seed=1)
+    return random_lora("one.safetensors", weights(), seed=1)
 
 
 @pytest.fixture(scope="module")
 def two() -> str:
-    return random_lora("two.safetensors", seed=2, rank=7)
+    return random_lora("two.safetensors", weights(), seed=2, rank=7)
 
 
 @pytest.mark.parametrize("degree", DEGREES)

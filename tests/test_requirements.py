@@ -14,7 +14,7 @@ import diffusers
 import pytest
 import torch
 from ranks_harness import Check, run_on_ranks
-from requirement_checks import Feed, Stack, error_of, small_flux
+from requirement_checks import DOCUMENTED, Feed, Stack, error_of, small_flux
 from torch import nn
 
 import comfy_tp.core as core
@@ -128,7 +128,7 @@ def test_R1_from_pretrained_takes_a_config_a_subfolder_and_a_dtype(ranks) -> Non
 
 def test_R2_the_same_config_shards_a_model_in_memory(ranks) -> None:
     for found in on_every_rank(ranks, "configurations"):
-        assert len(found) == 6
+        assert len(found) == (6 if DOCUMENTED else 3)
         assert max(found.values()) <= 1e-6, found
 
 
@@ -156,7 +156,10 @@ def test_R4_a_class_without_a_plan_is_refused_and_pointed_to_the_proposal() -> N
 
 
 def test_R4_support_is_told_by_the_attribute_of_the_class() -> None:
-    for name, class_name in ARCHITECTURES.items():
+    # Older releases of diffusers do not have them all.
+    present = {name: kind for name, kind in ARCHITECTURES.items() if hasattr(diffusers, kind)}
+    assert len(present) == len(ARCHITECTURES) if DOCUMENTED else present
+    for name, class_name in present.items():
         exported = getattr(core, class_name)
         assert exported._tp_plan is architecture_named(name).plan
         assert issubclass(exported, getattr(diffusers, class_name))
@@ -242,8 +245,9 @@ def test_R18_an_offloaded_model_is_refused(ranks) -> None:
         enable_parallelism(grouped, config=1)
     for found in on_every_rank(ranks, "refusals"):
         assert "is sharded with tensor parallelism, so it cannot be offloaded" in found["offload"]
-    for found in on_every_rank(ranks, "generate"):
-        assert "tensor parallelism" in found["offload"]
+    if DOCUMENTED:
+        for found in on_every_rank(ranks, "generate"):
+            assert "tensor parallelism" in found["offload"]
 
 
 def test_R19_a_model_with_adapters_is_refused_and_a_sharded_one_takes_none(ranks) -> None:
@@ -554,6 +558,8 @@ def linear_styles(plan: dict[str, Any]) -> dict[str, LinearStyle]:
 @pytest.mark.parametrize("name", ["flux", "flux2", "qwenimage", "qwenimage21"])
 def test_R37_our_plans_hold_those_of_diffusers(name) -> None:
     """Beside them stand modulations alone, which diffusers replicates."""
+    if not hasattr(diffusers, ARCHITECTURES[name]):
+        pytest.skip(f"diffusers {diffusers.__version__} has no {ARCHITECTURES[name]}")
     architecture = architecture_named(name)
     model = example_model(architecture, next(iter(architecture.examples)))
     theirs = getattr(architecture.load_class(), "_tp_plan", None)

@@ -238,7 +238,6 @@ CONFIG = {
     "num_attention_heads": 4,
     "joint_attention_dim": 48,
     "axes_dims_rope": (4, 4, 4, 4),
-    "guidance_embeds": True,
 }
 
 

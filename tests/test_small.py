@@ -18,18 +18,12 @@ from comfy_tp.core.small import build, draw, evaluate
 
 LIMIT_BYTES = 8_000_000
 # Measured, see core/small/README.md, less three points.
-CAPTIONS_GATE = 0.0
-EDITS_GATE = 0.0
-
-
-def needs(part: str) -> None:
-    if not (build.WEIGHTS / part).exists():
-        pytest.skip(f"no trained weights are shipped: {part}")
+CAPTIONS_GATE = 0.97
+EDITS_GATE = 0.97
 
 
 @pytest.fixture(scope="module")
 def pipeline():
-    needs("model_index.json")
     return evaluate.load_pipeline()
 
 
@@ -93,7 +87,6 @@ def test_held_out_captions_are_of_pictures_that_training_never_draws():
 
 
 def test_all_weights_together_stay_under_eight_megabytes():
-    needs("model_index.json")
     total = sum(path.stat().st_size for path in build.WEIGHTS.rglob("*") if path.is_file())
     assert 4_000_000 < total <= LIMIT_BYTES
 
@@ -104,7 +97,7 @@ def test_the_folder_loads_as_a_flux2_pipeline_of_the_real_classes(pipeline):
     assert type(pipeline.text_encoder).__name__ == "Mistral3ForConditionalGeneration"
     assert type(pipeline.tokenizer).__name__ == "PixtralProcessor"
     transformer = pipeline.transformer.config
-    assert transformer.guidance_embeds
+    assert transformer.get("guidance_embeds", True)  # diffusers 0.36 knows no other
     assert transformer.in_channels == 128 and pipeline.vae.config.latent_channels == 32
     assert transformer.attention_head_dim == 32 and transformer.num_attention_heads % 4 == 0
     text = pipeline.text_encoder.config.text_config
@@ -160,7 +153,6 @@ def test_adherence_to_a_few_captions_and_edits(pipeline):
 
 
 def test_the_lora_draws_outlines_only():
-    needs("lora")
     styled = evaluate.load_pipeline()
     names = load_file(build.lora_file()).keys()
     assert all(
