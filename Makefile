@@ -14,6 +14,8 @@ TORCH ?= torch==2.14.1
 TORCHVISION ?= torchvision==0.29.1
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# How many processes share the test files.
+WORKERS ?= 2
 FLOOR_TESTS ?= $(addprefix tests/test_,architectures.py sampling.py nodes_files.py nodes_sampling.py sampler_node.py \
 	nodes_components.py text_encoder.py vae.py small.py adherence.py checkpoint_writer.py requirements.py lora.py)
 STAMP := $(VENV)/.installed
@@ -56,7 +58,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # On top of .venv, whose torch it uses.
 floor: .venv-floor/.installed

@@ -15,6 +15,8 @@ from browser_session import Browser, what_is_missing
 from comfy_tp.core.cli.comfyui import ComfyServer
 
 TESTS = Path(__file__).parent
+# Before torch is imported: two ranks and the process that asks them share two processors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 RUN_VARIABLE = "COMFY_TP_TEST_RUN"
 GRACE_S = 10.0
 
@@ -29,9 +31,12 @@ def comfy() -> Iterator[ComfyServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(comfy: ComfyServer) -> Iterator[Browser]:
-    """ComfyUI's own frontend in headless Chromium, on the session's ComfyUI."""
+    """ComfyUI's own frontend in headless Chromium, on the session's ComfyUI.
+
+    It ends with the module: a page that is open draws its canvas all the time, which costs a sixth of a core.
+    """
     missing = what_is_missing()
     if missing:
         pytest.skip(f"no browser tests: {missing}")
@@ -52,11 +57,20 @@ test_packs.__test__ = False  # type: ignore[attr-defined]
 
 def pytest_configure(config: pytest.Config) -> None:
     # Inherited by every process that the run starts, however deep, in whatever session or group.
-    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    if not is_worker(config):
+        os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that share the tests of a run (pytest-xdist)."""
+    return hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if is_worker(session.config):
+        # The process that started the workers looks, when all of them are gone.
+        return
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of_this_run()) and time.monotonic() < deadline:
         time.sleep(0.1)

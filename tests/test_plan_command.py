@@ -107,6 +107,14 @@ def test_a_diffusers_that_is_too_old_for_a_class_is_named(monkeypatch) -> None:
     assert architecture_named("flux").load_class().__name__ == "FluxTransformer2DModel"
 
 
+def test_a_diffusers_that_fails_to_give_a_class_it_should_have_is_told_from_an_old_one(monkeypatch) -> None:
+    monkeypatch.setattr("diffusers.FluxTransformer2DModel", None)
+    with pytest.raises(
+        UnsupportedError, match="gives no FluxTransformer2DModel, which it should have. See what"
+    ):
+        architecture_named("flux").load_class()
+
+
 def test_an_unknown_class_is_refused_with_what_to_write() -> None:
     with pytest.raises(
         UnsupportedError, match="has no model class 'Nothing'. For a class of your own write module:Class"

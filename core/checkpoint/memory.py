@@ -1,9 +1,7 @@
-"""Memory that weights are read into: final tensors on huge pages, and the staging ring of another device or dtype."""
+"""Memory that weights are read into: final tensors, and the staging ring of another device or dtype."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +9,6 @@ from math import prod
 
 import torch
 
-HUGE_PAGE = 2 << 20
 STAGING_SECONDS = 600
 PAGE = 4096
 # The kernel copies out of the page cache by the processor's string move. On AMD's that runs at a third of its speed
@@ -22,27 +19,17 @@ SHIFT = 64
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, shift: int = 0) -> torch.Tensor:
-    """An uninitialised contiguous tensor, `shift` bytes into its memory; a large one on the CPU asks for huge pages.
+    """An uninitialised contiguous tensor, `shift` bytes into its memory.
 
-    Touching fresh memory in 4 kB pages takes longer than copying a warm file into it.
+    It does not ask for huge pages: they are faster to touch on a machine just started, but once its memory is
+    fragmented the kernel compacts it for each of them, which made a load three times as long.
     """
     if shift:
         skipped = shift // dtype.itemsize
         tensor = torch.empty(prod(shape) + skipped, dtype=dtype, device=device)[skipped:].view(tuple(shape))
     else:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if device.type == "cpu" and tensor.nbytes >= 2 * HUGE_PAGE:
-        _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
-
-
-def _advise_huge_pages(address: int, nbytes: int) -> None:
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-address // HUGE_PAGE) * HUGE_PAGE
-    length = (address + nbytes) // HUGE_PAGE * HUGE_PAGE - begin
-    if advice is not None and length > 0:
-        # A kernel without huge pages refuses, which costs speed alone.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
 def copies_slowly(address: int, offset: int) -> bool:

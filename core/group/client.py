@@ -133,7 +133,8 @@ class RankGroup:
         collective. keepalive: how often an idle group exchanges a no-op; must be below collective_timeout.
         fork: whether the launcher imports torch once and forks the ranks, which saves seconds and memory; else each
         rank starts a Python of its own. Default: on CPU devices under Linux; CUDA allows no fork.
-        log_dir: default a new folder in the user's cache. env: added to the ranks' environment. poll: called
+        log_dir: default a new folder in the user's cache. env: added to the ranks' environment; what a
+        process reads before it runs Python, like LD_PRELOAD, has no effect on forked ranks. poll: called
         while waiting; what it raises ends the start.
 
         Raises ConfigError for devices that cannot be used and RankError with the reason where a rank does not

@@ -85,11 +85,16 @@ class Architecture:
         """The diffusers model class. Raises `UnsupportedError` when the installed diffusers is too old for it."""
         import diffusers
 
-        found = getattr(diffusers, self.model_class, None)
-        if found is None or _numbers(diffusers.__version__) < _numbers(self.minimum_diffusers):
+        if _numbers(diffusers.__version__) < _numbers(self.minimum_diffusers):
             raise UnsupportedError(
                 f"{self.model_class} needs diffusers {self.minimum_diffusers} or newer; {diffusers.__version__} is "
                 f"installed."
+            )
+        found = getattr(diffusers, self.model_class, None)
+        if found is None:
+            raise UnsupportedError(
+                f"diffusers {diffusers.__version__} gives no {self.model_class}, which it should have. See what "
+                f"`python -c 'from diffusers import {self.model_class}'` says, and install it again if that fails."
             )
         return found
 
