@@ -532,7 +532,7 @@ def _widget_values(widgets: list[tuple[str, Any, dict[str, Any]]]) -> list[Any]:
 def _places(workflow: Workflow, shapes: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
     """Position and size of every node: columns from left to right, nodes of a column below one another."""
     widths = {"CLIPTextEncode": 380, "SaveImage": 480, "LoadImage": 300}
-    heights = {"CLIPTextEncode": 180, "SaveImage": 520, "LoadImage": 320}
+    heights = {"CLIPTextEncode": 180, "SaveImage": 520, "LoadImage": 320, "GetImageSize": 120}
     columns: dict[int, list[str]] = {}
     for node_id, node in workflow.nodes.items():
         columns.setdefault(node.column, []).append(node_id)
