@@ -82,14 +82,13 @@ class ShardedModel:
             group = self._group(poll)
             for note in group.notes:
                 log.warning("%s", note)
-            self.remote = RemoteModel.load(
-                group,
-                self.source.path,
-                kind=self.source.kind,
-                dtype=self.dtype,
-                on_progress=self._told(on_progress),
-                poll=poll,
-            )
+            try:
+                self.remote = self._load_on(group, on_progress, poll)
+            except RankError:
+                if group.alive or group.failure is not None:
+                    raise
+                # The last model on these ranks was forgotten in another thread meanwhile, and they were ended with it.
+                self.remote = self._load_on(self._group(poll), on_progress, poll)
             self.parked = False
             self.loads += 1
             info = self.remote.info
@@ -106,6 +105,16 @@ class ShardedModel:
                 time.perf_counter() - started,
             )
             return self.remote
+
+    def _load_on(self, group: RankGroup, on_progress: Progress | None, poll: Poll | None) -> RemoteModel:
+        return RemoteModel.load(
+            group,
+            self.source.path,
+            kind=self.source.kind,
+            dtype=self.dtype,
+            on_progress=self._told(on_progress),
+            poll=poll,
+        )
 
     def _group(self, poll: Poll | None) -> RankGroup:
         """The ranks the model belongs on, started or connected to where they are not."""

@@ -67,11 +67,14 @@ def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
 
 
 MEASURED_FOREVER = """
-import sys, tempfile
+import signal, sys, tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from comfy_tp.core.cli import bench
 from comfy_tp.core.cli.rank_processes import run_ranks
+
+# A run in the background ignores Ctrl-C, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def measure(_):
     with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:

@@ -153,6 +153,26 @@ def test_an_unused_model_waits_and_is_then_freed(monkeypatch):
     assert remote.group.alive  # another model is on it
 
 
+def test_a_load_whose_ranks_are_ended_with_another_model_meanwhile_gets_new_ones(monkeypatch):
+    from comfy_tp.comfy_tp_nodes import groups
+
+    model = load_tp(NAME)
+    before = image(model)
+    model.sharded.unload()
+    choose, given = groups.group_for, []
+
+    def ended_at_once(*arguments, **named):
+        group = choose(*arguments, **named)
+        if not given:
+            groups.close_group(group)
+        given.append(group)
+        return group
+
+    monkeypatch.setattr(groups, "group_for", ended_at_once)
+    assert torch.equal(image(model), before)
+    assert len(given) == 2 and given[1].alive
+
+
 def freeing(monkeypatch, free: int):
     """ComfyUI's view of the free memory; on the CPU it would never free anything by itself."""
     import comfy.model_management as management
