@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 REQUIRED_COMFYUI = "0.3.75"
@@ -196,15 +197,14 @@ def _problems(seams: dict[str, tuple[str, ...] | None]) -> Iterator[str]:
 
 
 def _resolve(name: str) -> Any:
-    """The object of a dotted name: the longest prefix that imports, then attributes."""
+    """The object of a dotted name: attributes, and modules that nobody has imported yet."""
     parts = name.split(".")
-    module, used = importlib.import_module(parts[0]), 1
-    while used < len(parts) and not hasattr(module, parts[used]):
-        module = importlib.import_module(".".join(parts[: used + 1]))
-        used += 1
-    found: Any = module
-    for part in parts[used:]:
-        found = getattr(found, part)
+    found: Any = importlib.import_module(parts[0])
+    for used, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part) and isinstance(found, ModuleType):
+            found = importlib.import_module(".".join(parts[:used]))
+        else:
+            found = getattr(found, part)
     return found
 
 
