@@ -156,7 +156,7 @@ def test_an_unused_model_waits_and_is_then_freed(monkeypatch):
 def test_a_load_whose_ranks_are_ended_with_another_model_meanwhile_gets_new_ones(monkeypatch):
     from comfy_tp.comfy_tp_nodes import groups
 
-    model = load_tp(NAME)
+    model = load_tp(NAME, 1)  # no other test counts on these ranks
     before = image(model)
     model.sharded.unload()
     choose, given = groups.group_for, []
