@@ -78,7 +78,9 @@ class KroneckerPath(nn.Module):
         for column in self.columns:
             begin, end, lead = column.blocks(wide)
             rest = (end - begin) * wide - lead - column.length
-            blocks = F.pad(inputs.narrow(1, column.local, column.length), (lead, rest))
+            blocks = inputs.narrow(1, column.local, column.length)
+            if lead or rest:
+                blocks = F.pad(blocks, (lead, rest))
             blocks = blocks.reshape(-1, end - begin, wide)
             if not self.left_first:
                 blocks = blocks @ self.right.t()

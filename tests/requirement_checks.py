@@ -46,7 +46,7 @@ def output(model: nn.Module, seed: int = 0) -> torch.Tensor:
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    """The class and text of what the call raises; fails when it returns."""
+    """The class and text of what the call raises."""
     try:
         call(*args, **kwargs)
     except Exception as error:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_checks import before_fork  # noqa: F401  the harness calls it
+from requirement_checks import error_of
 from torch import nn
 
 import comfy_tp.core as core
@@ -94,15 +95,6 @@ def restarted(ranks: Ranks, folder: str, kind: str) -> dict[str, Any]:
         "guarded": error_of(again.enable_group_offload, onload_device=torch.device("cpu")),
         "saves_again": error_of(core.save_shards, again, shards),
     }
-
-
-def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    """The class and text of what the call raises."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def refused(ranks: Ranks, folder: str) -> dict[str, Any]:

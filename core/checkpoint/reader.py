@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckpointError, PlanError
 from ..shard import ShardSpec
-from .broadcast import agree, broadcast_tensors, owners
+from .broadcast import broadcast_tensors, owners, raise_together
 from .files import Checkpoint
 from .header import TensorEntry
 from .layout import Piece
@@ -160,15 +160,13 @@ def read_shards(
         except BaseException as error:
             failure = error
             tensors.clear()
-        if not alone:
-            failed = agree(group, degree, rank, failure is not None)
-            if failure is None and failed:
-                raise CheckpointError(
-                    f"Rank {', '.join(map(str, failed))} could not read its part of {checkpoint.path}; its own error "
-                    f"says why. Nothing was loaded."
-                )
-        if failure is not None:
-            raise failure
+        raise_together(
+            group,
+            degree,
+            rank,
+            failure,
+            f"could not read its part of {checkpoint.path}; its own error says why. Nothing was loaded.",
+        )
         sent = 0 if alone else broadcast_tensors(tensors, owner, group, rank)
     kept = sum(tensor.nbytes for tensor in tensors.values())
     seconds = time.perf_counter() - begin

@@ -252,25 +252,28 @@ def _import_commands(where: str) -> tuple[ModuleType, dict[str, Command]]:
     if not colon or not source or not name:
         raise ConfigError(f"commands {where!r} is not of the form 'module:NAME' or 'path/to/file.py:NAME'")
     try:
-        known = sys.modules.get("comfy_tp_commands")
-        if source.endswith(".py") and known is not None and known.__file__ == source:
-            module = known
-        elif source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location("comfy_tp_commands", source)
-            if spec is None or spec.loader is None or not Path(source).is_file():
-                raise FileNotFoundError(f"no such file: {source}")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[spec.name]
-                raise
-        else:
-            module = importlib.import_module(source)
+        module = _import_file(source) if source.endswith(".py") else importlib.import_module(source)
         return module, getattr(module, name)
     except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(f"the rank commands {where!r} cannot be loaded: {error}") from error
+
+
+def _import_file(source: str) -> ModuleType:
+    """The module of the file `source`; a forked rank finds the one that its launcher has imported."""
+    known = sys.modules.get("comfy_tp_commands")
+    if known is not None and known.__file__ == source:
+        return known
+    spec = importlib.util.spec_from_file_location("comfy_tp_commands", source)
+    if spec is None or spec.loader is None or not Path(source).is_file():
+        raise FileNotFoundError(f"no such file: {source}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
 
 
 class CommandLoop:

@@ -19,7 +19,7 @@ from ..ranks import Ranks
 from .architecture import Architecture
 from .flux_layout import BFL_FLUX, detect
 from .modulation import join
-from .tokens import flatten_latent, image_ids, patches, placed_latents, text_ids, unflatten_latent
+from .tokens import grid_tokens, image_ids, text_ids, unflatten_latent
 
 PLAN = {
     "transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim")),
@@ -110,16 +110,10 @@ def predict(
             f"The pooled output of the conditioning is {pooled.shape[-1]} wide, but this FLUX.1 model takes {width}: load "
             f"T5-XXL and CLIP-L with a DualCLIPLoader node of type flux."
         )
-    tokens, ids = [], []
-    for latent, place in placed_latents(x, references, reference_method, REFERENCE_SCALE, PATCH):
-        tokens.append(flatten_latent(latent, PATCH))
-        rows, columns = (patches(length, PATCH) for length in latent.shape[-2:])
-        ids.append(image_ids(rows, columns, x.device, place))
-    ids = [torch.zeros(context.shape[1], 4, device=x.device), *ids]
-    velocity = run(
-        model, torch.cat(tokens, dim=1), context, timestep, guidance, pooled[:, :width], torch.cat(ids)[:, :3]
-    )
-    return unflatten_latent(velocity[:, : tokens[0].shape[1]], x.shape[-2], x.shape[-1], PATCH)
+    tokens, ids = grid_tokens(x, references, reference_method, REFERENCE_SCALE, PATCH)
+    ids = torch.cat([torch.zeros(context.shape[1], 4, device=x.device), ids])[:, :3]
+    velocity = run(model, tokens, context, timestep, guidance, pooled[:, :width], ids)
+    return unflatten_latent(velocity, x.shape[-2], x.shape[-1], PATCH)
 
 
 def run(

@@ -26,7 +26,7 @@ from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
 from .modulation import join
 from .single_file import Shapes
-from .tokens import flatten_latent, image_ids, placed_latents, text_ids, unflatten_latent
+from .tokens import grid_tokens, image_ids, text_ids, unflatten_latent
 
 PLAN = {
     "transformer_blocks.*.attn": LocalAttributes(("heads", "inner_dim")),
@@ -289,21 +289,10 @@ def predict(
             f"The conditioning is {context.shape[-1]} wide, but this model takes {config.joint_attention_dim}: "
             f"{text_encoder_of(config.joint_attention_dim)}"
         )
-    height, width = x.shape[-2:]
-    tokens, ids = [], []
-    for latent, place in placed_latents(x, references, reference_method, REFERENCE_SCALE):
-        tokens.append(flatten_latent(latent))
-        rows, columns = latent.shape[-2:]
-        ids.append(image_ids(rows, columns, x.device, place))
-    velocity = run(
-        model,
-        torch.cat(tokens, dim=1),
-        context,
-        timestep,
-        guidance,
-        torch.cat([text_ids(context.shape[1], x.device), *ids]),
-    )
-    return unflatten_latent(velocity[:, : height * width], height, width)
+    tokens, ids = grid_tokens(x, references, reference_method, REFERENCE_SCALE)
+    ids = torch.cat([text_ids(context.shape[1], x.device), ids])
+    velocity = run(model, tokens, context, timestep, guidance, ids)
+    return unflatten_latent(velocity, x.shape[-2], x.shape[-1])
 
 
 def run(

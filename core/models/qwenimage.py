@@ -114,7 +114,7 @@ def predict(
         rotations(diagonal.unsqueeze(1).expand(-1, 3), config.axes_dims_rope, x.dtype),
     )
     velocity = run(model, torch.cat(tokens, dim=1), context, timestep, rope)
-    velocity = unflatten_latent(velocity[:, : tokens[0].shape[1]], x.shape[-2], x.shape[-1], PATCH)
+    velocity = unflatten_latent(velocity, x.shape[-2], x.shape[-1], PATCH)
     return velocity.unsqueeze(2) if x.ndim == 5 else velocity
 
 

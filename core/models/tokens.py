@@ -28,8 +28,12 @@ def flatten_latent(x: torch.Tensor, patch: int = 1) -> torch.Tensor:
 
 
 def unflatten_latent(tokens: torch.Tensor, height: int, width: int, patch: int = 1) -> torch.Tensor:
-    """[B, h/p * w/p, C*p*p] -> [B, C, h, w], contiguous, without the padding; inverse of `flatten_latent`."""
-    grid = tokens.transpose(1, 2).unflatten(2, (patches(height, patch), patches(width, patch)))
+    """[B, S, C*p*p] -> [B, C, h, w], contiguous, without the padding; inverse of `flatten_latent`.
+
+    The first h/p * w/p of the S tokens are the grid's; what follows, such as references, is left out.
+    """
+    rows, columns = patches(height, patch), patches(width, patch)
+    grid = tokens[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
     if patch > 1:
         grid = F.pixel_shuffle(grid, patch)[..., :height, :width]
     return grid.contiguous()
@@ -102,3 +106,15 @@ def placed_latents(
             bottom, right = max(bottom, rows + top), max(right, columns + left)
         place = Place(index, (top + patch // 2) // patch, (left + patch // 2) // patch)
         yield reference.to(x.dtype).expand(x.shape[0], *[-1] * (reference.ndim - 1)), place
+
+
+def grid_tokens(
+    x: torch.Tensor, references: Sequence[torch.Tensor], method: str, scale: float, patch: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent and its references (`placed_latents`) as one sequence: tokens [B, S, C*p*p] and ids [S, 4]."""
+    tokens, ids = [], []
+    for latent, place in placed_latents(x, references, method, scale, patch):
+        rows, columns = (patches(length, patch) for length in latent.shape[-2:])
+        tokens.append(flatten_latent(latent, patch))
+        ids.append(image_ids(rows, columns, x.device, place))
+    return torch.cat(tokens, dim=1), torch.cat(ids)
