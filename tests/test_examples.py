@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -57,5 +58,7 @@ def test_run_py_says_why_a_workflow_was_refused_or_failed(comfy, graph, tmp_path
     assert done.returncode == 1 and "tp_degree=3 must divide the 4 attention heads" in done.stderr
 
 
-def test_the_example_is_short():
-    assert len(RUN.read_text().splitlines()) <= 60
+def test_the_example_is_twenty_lines_beside_its_imports():
+    code = ast.parse(RUN.read_text()).body
+    assert [type(node) for node in code[-2:]] == [ast.AsyncFunctionDef, ast.Expr]
+    assert code[-2].end_lineno - code[-2].lineno <= 20

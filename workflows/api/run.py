@@ -1,4 +1,4 @@
-"""Queue an API workflow on a running ComfyUI, follow its progress, save its picture.
+"""Queue an API workflow on a running ComfyUI, follow its progress, save its first picture.
 
 python run.py flux2_text_to_image_tp_sampler.json picture.png http://127.0.0.1:8188
 """
@@ -7,37 +7,28 @@ import asyncio
 import json
 import sys
 import uuid
+from pathlib import Path
 
 import aiohttp  # ComfyUI brings it
 
 
 async def run(workflow: str, picture: str, url: str = "http://127.0.0.1:8188") -> None:
-    client = uuid.uuid4().hex
-    async with aiohttp.ClientSession(url) as http:
-        async with http.ws_connect(f"/ws?clientId={client}", max_msg_size=0) as events:
-            with open(workflow, encoding="utf-8") as file:
-                queued = {"prompt": json.load(file), "client_id": client}
-            async with http.post("/prompt", json=queued) as answer:
-                if answer.status != 200:
-                    sys.exit(f"ComfyUI refused the workflow: {await answer.text()}")
-            async for message in events:
-                if message.type is not aiohttp.WSMsgType.TEXT:
-                    continue  # a preview picture
-                event, data = (json.loads(message.data).get(key) for key in ("type", "data"))
-                if event == "progress":
+    queued = {"prompt": json.loads(Path(workflow).read_text("utf-8")), "client_id": uuid.uuid4().hex}
+    follow = f"/ws?clientId={queued['client_id']}"
+    async with aiohttp.ClientSession(url) as http, http.ws_connect(follow, max_msg_size=0) as events:
+        async with http.post("/prompt", json=queued) as answer:
+            if answer.status != 200:
+                sys.exit(f"ComfyUI refused the workflow: {await answer.text()}")
+        async for message in events:  # text, and preview pictures between
+            match message.type is aiohttp.WSMsgType.TEXT and json.loads(message.data):
+                case {"type": "progress", "data": data}:
                     print(f"node {data['node']}: {data['value']}/{data['max']}")
-                elif event in ("execution_error", "execution_interrupted"):
-                    sys.exit(data.get("exception_message", "The prompt was cancelled.").strip())
-                elif event == "executed" and (data["output"] or {}).get("images"):
-                    image = data["output"]["images"][0]
-                elif event == "execution_success":
-                    break
-            else:
-                sys.exit("ComfyUI closed the connection.")
-        async with http.get("/view", params=image) as answer:
-            with open(picture, "wb") as file:
-                file.write(await answer.read())
-    print(f"saved {picture}")
+                case {"type": "executed", "data": {"output": {"images": [image, *_]}}}:
+                    Path(picture).write_bytes(await (await http.get("/view", params=image)).read())
+                    return print(f"saved {picture}")
+                case {"type": "execution_error" | "execution_interrupted" | "execution_success", "data": end}:
+                    sys.exit(end.get("exception_message", "The prompt ended without a picture.").strip())
+        sys.exit("ComfyUI closed the connection.")
 
 
 asyncio.run(run(*sys.argv[1:]))
