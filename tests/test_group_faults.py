@@ -109,7 +109,7 @@ def test_a_stopped_rank_is_detected_and_the_whole_group_ends(tmp_path):
         group.request("steps", {"steps": 1000, "seconds": 0.05})
     took = time.monotonic() - started
     assert 5 < took < 0.5 + 5 + 3
-    assert f"Rank 1 (cpu, pid {processes[1]}) has not moved for" in str(caught.value)
+    assert f"Rank 1 (cpu, pid {processes[1]}) has shown no sign of life for" in str(caught.value)
     assert "stopped by a signal" in str(caught.value)
     assert_dead(group, processes, folder, caught.value)
 

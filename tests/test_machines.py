@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -145,8 +147,9 @@ def test_ranks_elsewhere_serve_the_loader_node(token_of, tmp_path, in_comfy):  #
         nodes.end()
 
 
-@pytest.mark.usefixtures("in_comfy")
-def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_named(token_of, tmp_path):
+@contextmanager
+def two_machines(folder, token_of, *options: str) -> Iterator[tuple[Namespaces, Nodes]]:
+    """One rank in each of two network namespaces that are joined by a veth pair, ready for a client."""
     from comfy_tp.comfy_tp_nodes import groups
 
     missing = Namespaces.missing()
@@ -155,40 +158,65 @@ def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_
     small_model()
     with Namespaces() as net:
         nodes = Nodes(
-            tmp_path,
+            folder,
             host=net.hosts[0],
             ports=(29400, 29500),
-            options=LIMITS,
+            options=[*LIMITS, *options],
             within=[net.within(0), net.within(1)],
             environments=[{"GLOO_SOCKET_IFNAME": net.interface}] * 2,
         )
         try:
             nodes.connect().close()
             token_of(nodes)
-            model = load_tp(NAME, 0, devices=nodes.devices)
-            group = model.sharded.remote.group
-            assert relative_error(image(model), image(native())) < 1e-5
-            pids = [rank["pid"] for rank in group.status()["ranks"]]
-            links = {os.readlink(f"/proc/{pid}/ns/net") for pid in [*pids, os.getpid()]}
-            assert len(links) == 3, "the ranks and the client share a network namespace"
-
-            lost_at = []
-
-            def lose(step: int, *rest: object) -> None:
-                if not lost_at:
-                    nodes.kill_node(1, [pids[1]])
-                    lost_at.append(time.monotonic())
-
-            with pytest.raises(RankError, match=r"Rank \d \(cpu@.*\) lost its connection|Rank 1 \(cpu@"):
-                sample_with(model, lose)
-            assert time.monotonic() - lost_at[0] < 5
-            assert not group.alive and not model.sharded.loaded
-            with pytest.raises(RankError, match="cannot be used"):
-                image(model)
-            assert all_end(pids)
+            yield net, nodes
         finally:
             groups.close_all()
             nodes.end()
+
+
+def seconds_until_lost(model, lose: Callable[[], None], error: str) -> float:
+    """How long after `lose`, called in a step of a run, the run ends with `error`."""
+    lost_at: list[float] = []
+
+    def in_a_step(*step: object) -> None:
+        if not lost_at:
+            lose()
+            lost_at.append(time.monotonic())
+
+    with pytest.raises(RankError, match=error):
+        sample_with(model, in_a_step)
+    return time.monotonic() - lost_at[0]
+
+
+@pytest.mark.usefixtures("in_comfy")
+def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_named(token_of, tmp_path):
+    with two_machines(tmp_path, token_of) as (_, nodes):
+        model = load_tp(NAME, 0, devices=nodes.devices)
+        group = model.sharded.remote.group
+        assert relative_error(image(model), image(native())) < 1e-5
+        pids = [rank["pid"] for rank in group.status()["ranks"]]
+        links = {os.readlink(f"/proc/{pid}/ns/net") for pid in [*pids, os.getpid()]}
+        assert len(links) == 3, "the ranks and the client share a network namespace"
+
+        error = r"Rank \d \(cpu@.*\) lost its connection|Rank 1 \(cpu@"
+        assert seconds_until_lost(model, lambda: nodes.kill_node(1, [pids[1]]), error) < 5
+        assert not group.alive and not model.sharded.loaded
+        with pytest.raises(RankError, match="cannot be used"):
+            image(model)
+        assert all_end(pids)
+
+
+@pytest.mark.usefixtures("in_comfy")
+def test_a_network_that_falls_silent_is_noticed_by_the_heartbeat_and_the_machine_behind_it_named(
+    token_of, tmp_path
+):
+    with two_machines(tmp_path, token_of, "--heartbeat-timeout", "4") as (net, nodes):
+        model = load_tp(NAME, 0, devices=nodes.devices)
+        group = model.sharded.remote.group
+        pids = [rank["pid"] for rank in group.status()["ranks"]]
+        assert 3 <= seconds_until_lost(model, net.cut, r"Rank 1 \(cpu@.*\) .*no sign of life") < 7
+        assert not group.alive and not model.sharded.loaded
+        assert all_end(pids[:1])
 
 
 def sample_with(model, callback) -> None:

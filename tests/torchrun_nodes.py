@@ -118,8 +118,10 @@ class Namespaces:
     def __init__(self) -> None:
         mark = os.getpid() % 100_000
         self.names = [f"tp{mark}a", f"tp{mark}b"]
-        self.hosts = ["10.213.77.1", "10.213.77.2"]
-        self.outer = "10.213.78.1"
+        # Of this process: another run of the tests on this machine has networks of its own.
+        net = f"10.{100 + mark // 250 % 150}.{mark % 250}"
+        self.hosts = [f"{net}.1", f"{net}.2"]
+        self.outer, self.ours = f"{net}.5", f"{net}.6"
         self.interface = "tp0"
 
     @staticmethod
@@ -153,7 +155,7 @@ class Namespaces:
                 self._ip("-n", name, "link", "set", inside, "up")
             ours = f"{first}o"
             self._ip("link", "add", ours, "type", "veth", "peer", "name", "out", "netns", first)
-            self._ip("address", "add", "10.213.78.2/30", "dev", ours)
+            self._ip("address", "add", f"{self.ours}/30", "dev", ours)
             self._ip("link", "set", ours, "up")
             self._ip("-n", first, "address", "add", f"{self.outer}/30", "dev", "out")
             self._ip("-n", first, "link", "set", "out", "up")
@@ -164,8 +166,14 @@ class Namespaces:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
+        # The link too: a connection that still tries to send keeps a namespace alive after its name.
+        gone = [["link", "del", f"{self.names[0]}o"], *(["netns", "del", name] for name in self.names)]
+        for words in gone:
+            subprocess.run(["ip", *words], capture_output=True, timeout=20, check=False)
+
+    def cut(self) -> None:
+        """Let the network between the two fall silent: for the first, with no word and no connection reset."""
+        self._ip("-n", self.names[1], "link", "set", self.interface, "down")
 
     def within(self, number: int) -> list[str]:
         """The words in front of a command that shall run in namespace `number`."""

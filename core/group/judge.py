@@ -70,7 +70,10 @@ class Judge:
             if beat and now - beat > self.heartbeat_timeout:
                 state = self._state_of(rank) if self._state_of is not None else ""
                 stopped = " (it is stopped by a signal)" if state == "T" else ""
-                return {**self.about(rank), "cause": f"has not moved for {now - beat:.0f} s{stopped}"}
+                return {
+                    **self.about(rank),
+                    "cause": f"has shown no sign of life for {now - beat:.0f} s{stopped}",
+                }
         return None
 
     def _states(self) -> list[int]:
