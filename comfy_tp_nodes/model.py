@@ -57,6 +57,9 @@ class ShardedBase(BaseModel):
         self.sharded = sharded
         # device -> what stands for its shards, shared by all patchers
         self.device_shards: dict[str, Any] = {}
+        # What the patchers of all loader nodes share: the first of them, and what object patches have replaced.
+        self.first_patcher: Callable[[], Any] = lambda: None
+        self.object_patches_backup: dict[str, Any] = {}
         sharded.serve(self)
 
     @property

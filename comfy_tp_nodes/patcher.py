@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import comfy.model_management
@@ -187,6 +189,8 @@ class DeviceShards(torch.nn.Module):
         super().__init__()
         self.device: torch.device | None = None
         self.sharded = sharded
+        self.first_patcher: Callable[[], Any] = lambda: None
+        self.object_patches_backup: dict[str, Any] = {}
 
 
 class StubPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
@@ -223,7 +227,7 @@ def make_patcher(model: Any, policy: str) -> ShardedPatcher:
     """A MODEL for `model`, with a stub for each device of its ranks on this machine that is not ComfyUI's own."""
     own = comfy.model_management.get_torch_device()
     offload = torch.device("cpu")
-    patcher = ShardedPatcher(model, own, offload)
+    patcher = related(ShardedPatcher(model, own, offload))
     patcher.model_options[POLICY] = policy
     stubs = []
     placement = model.sharded.placement
@@ -233,11 +237,27 @@ def make_patcher(model: Any, policy: str) -> ShardedPatcher:
         if device.type == "cpu":
             continue
         shards = model.device_shards.setdefault(name, DeviceShards(model.sharded))
-        stub = StubPatcher(shards, device, offload)
+        stub = related(StubPatcher(shards, device, offload))
         stub.model_options[POLICY] = policy
         stubs.append(stub)
     if stubs:
         patcher.set_additional_models(STUBS, stubs)
+    return patcher
+
+
+def related(patcher: Any) -> Any:
+    """`patcher`, which shares its model with those that other loader nodes made, as if it were a clone of the first.
+
+    So one takes back the object patches that another has left on the model, and ComfyUI's list of loaded models falls
+    back on the first when this one is gone instead of calling the model leaked.
+    """
+    model = patcher.model
+    first = model.first_patcher()
+    if first is None:
+        model.first_patcher = weakref.ref(patcher)
+    else:
+        patcher.parent = first
+    patcher.object_patches_backup = model.object_patches_backup
     return patcher
 
 

@@ -55,6 +55,43 @@ def test_a_second_load_of_the_same_model_reads_nothing():
     assert seconds < 0.5
 
 
+def test_two_loader_nodes_of_one_model_do_not_see_each_others_patches():
+    from comfy_extras.nodes_model_advanced import ModelSamplingFlux
+
+    first, second = load_tp(NAME, policy="keep"), load_tp(NAME, policy="release")
+    assert second.model is first.model
+    before = image(first)
+    shifted = ModelSamplingFlux().patch(first, 3.0, 2.0, 1024, 1024)[0]
+    assert not torch.equal(image(shifted), before)
+    assert torch.equal(image(second), before)
+    assert torch.equal(image(first), before)
+
+
+def test_a_loader_node_that_is_taken_out_of_the_graph_leaves_no_leaked_model_behind(monkeypatch):
+    loaded = load_tp(NAME)
+    management = freeing(monkeypatch, 1 << 40)
+    monkeypatch.setattr(management, "current_loaded_models", [])
+    # So that what stands for the shards on a further device is looked at too.
+    on_devices(monkeypatch, loaded, "cpu", "cuda:1")
+    stays, goes = load_tp_again(loaded), load_tp_again(loaded)
+    listed = management.current_loaded_models
+    assert {entry.model for entry in listed} == {goes, *goes.get_nested_additional_models()}
+    del goes
+    gc.collect()
+    assert len(listed) == 2 and not any(entry.is_dead() for entry in listed)
+    assert {entry.model.model for entry in listed} == {stays.model, stays.model.device_shards["cuda:1"]}
+    management.unload_all_models()
+
+
+def load_tp_again(loaded):
+    """What one more loader node hands on for the model of `loaded`."""
+    from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
+
+    patcher = make_patcher(loaded.model, "keep")
+    load_now(patcher)
+    return patcher
+
+
 def test_every_byte_is_read_once_over_all_ranks(folder):
     info = load_tp(NAME).sharded.info
     weights = next(folder.glob("*.safetensors")).stat().st_size
