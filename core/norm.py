@@ -93,14 +93,8 @@ class JointSums:
         self.made: dict[int, torch.Tensor] = {}
         self.totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for index, (projection, norm) in enumerate(pairs):
-            projection.register_forward_hook(self._note(index))
+            projection.register_forward_hook(_Note(self, index))
             norm.joint = self
-
-    def _note(self, index: int) -> Any:
-        def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self.made[index] = output
-
-        return note
 
     def total_of(self, norm: ShardedRMSNorm, x: torch.Tensor) -> torch.Tensor | None:
         """The sum of squares of x over all ranks, or None when x is not what the norm's projection made."""
@@ -117,3 +111,14 @@ class JointSums:
             self.totals[number] = (self.made[number], part.view_as(value))
         self.made.clear()
         return self.totals.pop(index)[1]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Tells `joint` what a projection made. An object, so that a copy of a model notes in the copy's own sums."""
+
+    joint: JointSums
+    index: int
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.joint.made[self.index] = output

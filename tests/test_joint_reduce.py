@@ -15,6 +15,7 @@ from comfy_tp.core import quant
 from comfy_tp.core.linear import RowwiseLinear, RowwiseSplitInputLinear, joint_reduce
 from comfy_tp.core.lora import SidePath
 from comfy_tp.core.models.modulation import JointLinears
+from comfy_tp.core.norm import JointSums, ShardedRMSNorm
 from comfy_tp.core.ranks import Ranks
 from comfy_tp.core.shard import ShardSpec
 
@@ -197,3 +198,17 @@ def test_a_copy_of_joint_modulations_computes_with_its_own_weights():
     with torch.inference_mode():
         copies[0].weight.mul_(2)
         torch.testing.assert_close(copies[0](x), 2 * layers[0](x))
+
+
+def test_a_copy_of_norms_that_share_a_reduce_still_shares_it():
+    ranks = Recorded(0, 2, "cpu")
+    specs = {"weight": ShardSpec.split((2 * WIDTH,), 2, 0, name="weight")}
+    parts = [[nn.Linear(WIDTH, WIDTH), ShardedRMSNorm(nn.RMSNorm(2 * WIDTH), specs, ranks)] for _ in range(2)]
+    JointSums(parts)
+    copies = copy.deepcopy(nn.ModuleList(nn.ModuleList(pair) for pair in parts))
+    before = ranks.collectives
+    with torch.inference_mode():
+        made = [projection(tokens()[0]) for projection, _ in copies]
+        for x, (_, norm) in zip(made, copies, strict=True):
+            norm(x)
+    assert copies[0][1].ranks.collectives - before == 1
