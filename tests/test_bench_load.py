@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tp.core.cli.bench_load import run_ranks, summarise
-from comfy_tp.core.errors import RankError
+from comfy_tp.core.errors import ConfigError, RankError
 
 
 def rank_figures(seconds: float, checksum: int = 7, shape: int = 4) -> dict:
@@ -64,6 +64,28 @@ def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
     with pytest.raises(RankError, match=r"Rank [01] of .* ended with 1:\n.*No module named"):
         run_ranks("comfy_tp.no_such_program", ["ours"], 2, 1, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+REFUSING = """
+import os, sys
+from comfy_tp.core.cli.rank_processes import refusals_told
+from comfy_tp.core.errors import ConfigError
+*_, work, rank, degree, threads = sys.argv
+with refusals_told(work, int(rank)):
+    raise ConfigError(f"the hub is {'off' if os.environ.get('HF_HUB_OFFLINE') == '1' else 'open'}.")
+"""
+
+
+def test_what_a_rank_refuses_is_refused_here_and_the_hub_is_closed_unless_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for downloads, word in ((False, "off"), (True, "open")):
+        with pytest.raises(ConfigError, match=f"^the hub is {word}.$"):
+            run_ranks("refusing", [], 1, 1, tmp_path, downloads=downloads)
+    (tmp_path / "sleeping.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(RankError, match=r"The ranks of sleeping did not finish in 0\.1 s"):
+        run_ranks("sleeping", [], 1, 1, tmp_path, limit_s=0.1)
 
 
 MEASURED_FOREVER = """

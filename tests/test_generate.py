@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,5 +93,41 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(pipeline, tmp_path):
     ]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1
-    assert "tp_degree=3 must divide the 4 attention heads" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("comfy-tp generate: tp_degree=3 must divide the 4 attention heads")
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--steps", "0"], "--steps is 0. Choose 1 or more."),
+        (["--height", "-64"], "--height is -64. Choose 1 or more."),
+        (["--tp", "-1"], "--tp is -1. Choose 1 or more"),
+        (["--seed", str(2**64)], "Choose one from 0 to 18446744073709551615."),
+        (["--output", "picture"], "'picture' does not end in one of .png"),
+        (["--output", "/proc/none/x.png"], "'/proc/none/x.png' cannot be written"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_would_fail_at_the_end_is_refused_before_anything_is_loaded(words, text, monkeypatch, capsys):
+    from comfy_tp.core import cli
+    from comfy_tp.core.cli import generate
+
+    monkeypatch.setattr(generate, "run_ranks", None)
+    assert cli.main(["generate", "--model", "none", "--prompt", "a cat", "--device", "cpu", *words]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_a_pipeline_without_a_tokenizer_is_refused_by_its_name(pipeline, tmp_path):
+    from torch import distributed as dist
+
+    from comfy_tp.core.cli.generate import generate
+    from comfy_tp.core.errors import CheckpointError
+
+    bare = shutil.copytree(pipeline, tmp_path / "bare")
+    shutil.rmtree(bare / "tokenizer")
+    settings = {"model": str(bare), "device": "cpu", "dtype": "float32"}
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    with pytest.raises(CheckpointError, match=r"bare: the parts beside the transformer cannot be loaded \("):
+        generate(settings, store, 0, 1)

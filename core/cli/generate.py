@@ -20,10 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from .rank_processes import run_ranks
+from ..errors import CheckpointError, ConfigError
+from .bench import unwound_by_signals
+from .rank_processes import refusals_told, run_ranks
 
 DTYPES = ("bfloat16", "float16", "float32")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+LARGEST_SEED = 2**64 - 1
+# A first run may download the model, and a processor takes hours for a large one. A rank that fails ends all at once.
+LIMIT_S = 24 * 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Generate; returns where the picture is and the seconds of loading and sampling."""
+    check(args)
     device = "cuda" if args.device == "cuda" or (args.device == "auto" and _cuda_devices()) else "cpu"
     settings = {**vars(args), "device": device, "output": str(args.output)}
     settings = {name: settings[name] for name in SETTINGS}
@@ -64,15 +70,39 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             raise ConfigError(
                 f"--tp {args.tp} needs {args.tp} GPUs, but this machine has {_cuda_devices()}. Lower --tp."
             )
-        with tempfile.TemporaryDirectory(prefix="comfy-tp-generate-") as folder:
+        print(f"{settings['tp']} ranks on the {device} load {args.model} and paint ...", flush=True)
+        with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="comfy-tp-generate-") as folder:
             program = f"{__package__}.generate"
-            figures = run_ranks(program, [json.dumps(settings)], settings["tp"], 1, Path(folder))[0]
+            arguments = [str(args.model), json.dumps(settings)]
+            ranks = run_ranks(
+                program, arguments, settings["tp"], 1, Path(folder), limit_s=LIMIT_S, downloads=True
+            )
+            figures = ranks[0]
     if figures["rank"] == 0:
         print(
             f"{figures['ranks']} ranks: loaded in {figures['load_s']:.1f} s, sampled in {figures['sample_s']:.1f} s"
         )
         print(f"saved {figures['image']}")
     return 0, figures
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for what would fail only after the model was loaded or the picture was painted."""
+    for name in ("steps", "width", "height"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}. Choose 1 or more.")
+    if args.tp < 0:
+        raise ConfigError(f"--tp is {args.tp}. Choose 1 or more, or leave it out to take all GPUs.")
+    if not 0 <= args.seed <= LARGEST_SEED:
+        raise ConfigError(f"--seed is {args.seed}. Choose one from 0 to {LARGEST_SEED}.")
+    if args.output.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--output: '{args.output}' does not end in one of {', '.join(PICTURES)}.")
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: '{args.output}' cannot be written ({error.strerror}).") from None
+    if args.output.is_dir() or not os.access(args.output.parent, os.W_OK):
+        raise ConfigError(f"--output: '{args.output}' cannot be written. Choose another place.")
 
 
 SETTINGS = (
@@ -122,9 +152,15 @@ def generate(
             dtype=dtype,
             parallel_config=TensorParallelConfig(tp_degree=world_size),
         )
-        pipeline = DiffusionPipeline.from_pretrained(
-            settings["model"], transformer=transformer, torch_dtype=dtype
-        )
+        try:
+            pipeline = DiffusionPipeline.from_pretrained(
+                settings["model"], transformer=transformer, torch_dtype=dtype
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{settings['model']}: the parts beside the transformer cannot be loaded "
+                f"({' '.join(str(error).split())[:300]}). Download the whole pipeline folder again."
+            ) from error
         # The transformer is on its device; moving the pipeline as a whole would be refused by its shards.
         pipeline.text_encoder.to(device)
         pipeline.vae.to(device)
@@ -140,7 +176,6 @@ def generate(
         ).images[0]
         sampled = time.perf_counter()
         if rank == 0:
-            Path(settings["output"]).parent.mkdir(parents=True, exist_ok=True)
             picture.save(settings["output"])
         dist.barrier()
         return {
@@ -158,10 +193,11 @@ def _rank(settings: str, work: str, rank: int, degree: int) -> None:
     """One of the ranks that `run` starts; they meet through a file."""
     from torch import distributed as dist
 
-    figures = generate(json.loads(settings), dist.FileStore(f"{work}/store", degree), rank, degree)
+    with refusals_told(work, rank):
+        figures = generate(json.loads(settings), dist.FileStore(f"{work}/store", degree), rank, degree)
     Path(work, f"rank-{rank}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    settings, work, rank, degree, _threads = sys.argv[1:]
+    _model, settings, work, rank, degree, _threads = sys.argv[1:]
     _rank(settings, work, int(rank), int(degree))
