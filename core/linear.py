@@ -5,6 +5,9 @@ A col-wise layer makes a slice of the output, a row-wise layer a partial sum tha
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,7 +23,7 @@ class ShardedLinear(nn.Module):
     """One rank's part of an `nn.Linear`. `weight` [out, in] and `bias` [out] have the local shapes of their specs.
 
     `specs` are the layouts of the parameters by name; `in_features` and `out_features` are local. With `scales` the
-    weight is fp8 and stays so. `side` is a low-rank product added to the weight's own (a LoRA that is not merged).
+    weight is fp8 and stays so. `side` is what stands beside the weight (a LoRA that is not merged), see `side.Side`.
     """
 
     def __init__(self, linear: nn.Linear, specs: dict[str, ShardSpec], ranks: Ranks):
@@ -42,21 +45,28 @@ class ShardedLinear(nn.Module):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] times the local weight, plus `bias` [out] where given: [..., out]."""
+        inputs = x if self.side is None else self.side.inputs(x)
         if self.scales is not None:
-            y = quant.product(x, self.weight, self.scales, bias)
+            y = quant.product(inputs, self.weight, self._scales_of(inputs, x), bias)
         else:
-            y = F.linear(x, self.weight, bias)
-        return y if self.side is None else self.side.add_to(y, x)
+            y = F.linear(inputs, self.weight, bias)
+        return y if self.side is None else self.side.add_to(y, x, bias)
 
     def product_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Write x [..., in] times the local weight into `out` [..., out], whose rows may lie apart in memory."""
         rows, target = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
+        inputs = rows if self.side is None else self.side.inputs(rows)
         if self.scales is not None:
-            target.copy_(quant.product(rows, self.weight, self.scales))
+            target.copy_(quant.product(inputs, self.weight, self._scales_of(inputs, rows)))
         else:
-            torch.mm(rows, self.weight.t(), out=target)
+            torch.mm(inputs, self.weight.t(), out=target)
         if self.side is not None:
             self.side.add_to(target, rows)
+
+    def _scales_of(self, inputs: torch.Tensor, x: torch.Tensor) -> quant.Scales:
+        """The scales for `inputs`; the file's input scale is that of x, and may be too small for a scaled one."""
+        scales = cast(quant.Scales, self.scales)
+        return scales if inputs is x or scales.input is None else replace(scales, input=None)
 
     def extra_repr(self) -> str:
         spec = self.specs["weight"]

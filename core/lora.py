@@ -2,15 +2,15 @@
 
 A set of patches replaces the one before, in two steps. `stage` checks everything, slices the factors through
 `ShardSpec`, and computes what will be put in place; the model is not touched, so that any error leaves the
-previous patches as they are. `commit` only copies. A patch with cheap factors (LoRA, LoHa, LoKr) becomes a side path
-of its layer (the weight stays as it is); every other one is merged into the shard, whose original waits in host
+previous patches as they are. `commit` only copies. A patch with cheap factors (LoRA, LoHa, LoKr, DoRA) becomes a side
+path of its layer (the weight stays as it is); every other one is merged into the shard, whose original waits in host
 memory and is put back when the patch goes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from . import quant
+from .dora import Norms, Stored, bend, by_rows, factors_of, goes_beside, is_dora
 from .errors import ConfigError, InputError
 from .linear import ShardedLinear
 from .parallelize import ShardedState
 from .patch import Entry, Part, Patch, PlacedPatch, place_patch
-from .side import KroneckerPath, SidePath, SidePaths, make_side, side_bytes, side_cost
+from .side import PatchedWeight, Side, side_bytes, side_cost
 
 MODES = ("auto", "merge", "side")
 # A side path of rank r costs r * (in + out) multiplications per token beside the layer's in * out. Above this share
@@ -47,19 +48,12 @@ class PatchReport:
 
 
 @dataclass
-class Stored:
-    """A parameter's local tensor as it lies in memory, and the scales of an fp8 one."""
-
-    tensor: torch.Tensor
-    scales: quant.Scales | None = None
-
-
-@dataclass
 class Staged:
     """Patches that are ready to be put in place.
 
     `signatures` says for each patched parameter which patches make it what it is. `weights` are the new tensors of
-    those that are merged anew, `originals` theirs from before the first patch; `sides` the side paths that are new.
+    those that are merged anew, `originals` theirs from before the first patch; `sides` the side paths that are new;
+    `norms` those that were computed for them.
     """
 
     placed: dict[int, PlacedPatch]
@@ -67,7 +61,8 @@ class Staged:
     signatures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
     originals: dict[str, Stored] = field(default_factory=dict)
-    sides: dict[str, nn.Module] = field(default_factory=dict)
+    sides: dict[str, Side] = field(default_factory=dict)
+    norms: Norms = field(default_factory=Norms)
     started: float = 0.0
 
 
@@ -80,7 +75,8 @@ class WeightPatches:
         self.held: dict[int, PlacedPatch] = {}
         self._signatures: dict[str, tuple[Any, ...]] = {}
         self._originals: dict[str, Stored] = {}
-        self._hooks: dict[str, Any] = {}
+        self._norms = Norms()
+        self._plain: set[str] = set()
 
     @property
     def host_bytes(self) -> int:
@@ -155,6 +151,7 @@ class WeightPatches:
                 self._add_side(name, side)
         self.held = staged.placed
         self._signatures = staged.signatures
+        self._norms = self._norms.after(staged.norms, staged.placed) if staged.placed else Norms()
         self.state.patched = bool(staged.signatures)
         merged = len(self._originals)
         return replace(
@@ -184,8 +181,7 @@ class WeightPatches:
         ):
             return
         if as_side:
-            for name in names:
-                staged.sides[name] = self._side_of(name, patches)
+            self._stage_sides(staged, names, numbers)
             return
         originals = {name: self._originals.get(name) or self._load(name) for name in names}
         weights = {name: self._matrix(stored) for name, stored in originals.items()}
@@ -199,23 +195,65 @@ class WeightPatches:
         """Whether these patches can be, and should be, products beside the layers' own."""
         if any(patch.strength_model != 1.0 for patch in patches):
             return False
+        if not goes_beside(patches, self.state.plan.specs):
+            return False
         for name in names:
             linear = isinstance(self._owner(name), (nn.Linear, ShardedLinear))
             if not linear or not name.endswith(".weight"):
                 return False
             weight = self.model.get_parameter(name)
-            costs = [side_cost(part, weight.shape) for part, _ in _parts_of(name, patches)]
+            costs = [
+                side_cost(part, weight.shape)
+                for patch in patches
+                for part in patch.parts
+                if part.parameter == name
+            ]
             share = FP8_SHARE if quant.is_fp8(weight) else SIDE_SHARE
             known = [cost for cost in costs if cost is not None]
             if len(known) < len(costs) or not (at_any_rank or sum(known) <= share * weight.numel()):
                 return False
         return True
 
-    def _side_of(self, name: str, patches: Sequence[PlacedPatch]) -> nn.Module:
-        """The side path of the Linear weight `name` that these patches make together."""
-        weight = self.model.get_parameter(name)
-        dtype = self.state.compute_dtype if quant.is_fp8(weight) else None
-        return make_side(_parts_of(name, patches), weight.shape, weight.device, dtype or weight.dtype)
+    def _stage_sides(self, staged: Staged, names: Sequence[str], numbers: Sequence[int]) -> None:
+        """Stage what the patches `numbers` make, one after the other, beside the Linear weights `names`."""
+        held = {name: self.model.get_parameter(name) for name in names}
+        patched = {name: PatchedWeight(weight.shape, weight.device) for name, weight in held.items()}
+        for position, number in enumerate(numbers):
+            patch = staged.placed[number]
+            if is_dora(patch):
+                bend(patched, patch, self._factors(staged, patched, numbers[: position + 1]))
+                continue
+            for part in patch.parts:
+                patched[part.parameter].add(part, patch.strength * part.change.scale)
+        for name, weight in held.items():
+            dtype = self.state.compute_dtype if quant.is_fp8(weight) else None
+            staged.sides[name] = patched[name].side(dtype or weight.dtype)
+
+    def _factors(
+        self, staged: Staged, patched: Mapping[str, PatchedWeight], numbers: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        """The factors of the last of the patches `numbers`, a DoRA, on what those before it made of the weights.
+
+        What was computed for patches that are in place is taken from there, by all ranks or by none: a set that any of
+        them refused leaves nothing behind.
+        """
+        strengths = tuple((number, staged.placed[number].strength) for number in numbers[:-1])
+        parts = [staged.placed[number].parts for number in numbers]
+        found = self._norms.known(numbers[-1], strengths, parts)
+        if found is None:
+            patch = staged.placed[numbers[-1]]
+            weights = {part.parameter: self._unpatched(part.parameter) for part in patch.parts}
+            found = factors_of(
+                patch,
+                patched,
+                weights,
+                self.state.plan.specs,
+                self.state.ranks,
+                self._norms.rows | staged.norms.rows,
+                staged.norms.rows,
+            )
+            staged.norms.factors[numbers[-1]] = (strengths, parts, found)
+        return found
 
     def _merge(self, weights: dict[str, torch.Tensor], patch: PlacedPatch) -> None:
         """Apply `patch` to the float32 local matrices `weights` [rows, columns] of its parameters, in place."""
@@ -224,7 +262,7 @@ class WeightPatches:
             if patch.strength_model != 1.0:
                 for block in _blocks(weight, part):
                     block.mul_(patch.strength_model)
-        if any(part.change.dora_scale is not None for part in patch.parts):
+        if is_dora(patch):
             self._merge_dora(weights, patch)
             return
         for part in patch.parts:
@@ -244,10 +282,10 @@ class WeightPatches:
         """
         ranks, specs = self.state.ranks, self.state.plan.specs
         scale = cast(torch.Tensor, patch.parts[0].change.dora_scale)
-        by_rows = scale.shape[0] == patch.rows
+        rows = by_rows(patch)
         split = specs[patch.parts[0].parameter].dim
         device = weights[patch.parts[0].parameter].device
-        squares = torch.zeros(patch.rows if by_rows else patch.columns, device=device)
+        squares = torch.zeros(patch.rows if rows else patch.columns, device=device)
         before, after = [], []
         for part in patch.parts:
             weight = weights[part.parameter]
@@ -255,18 +293,18 @@ class WeightPatches:
             changed = current + part.change.factors.matrix(device).mul_(part.change.scale)
             before.append(current)
             after.append(changed)
-            if by_rows:
+            if rows:
                 squares.index_add_(0, part.region_rows.to(device), current.square().sum(dim=1))
             else:
                 squares.index_add_(0, part.region_columns.to(device), changed.square().sum(dim=0))
         # Whole rows (or columns) lie on one rank when the other dimension is the split one.
-        if split is not None and split == (1 if by_rows else 0):
+        if split is not None and split == (1 if rows else 0):
             squares = ranks.all_reduce(squares)
         norms = squares.sqrt_().add_(torch.finfo(torch.float32).eps)
         factor = scale.to(device, torch.float32).flatten() / norms
         for part, current, changed in zip(patch.parts, before, after, strict=True):
-            picked = factor[(part.region_rows if by_rows else part.region_columns).to(device)]
-            changed.mul_(picked.unsqueeze(1) if by_rows else picked)
+            picked = factor[(part.region_rows if rows else part.region_columns).to(device)]
+            changed.mul_(picked.unsqueeze(1) if rows else picked)
             if patch.strength != 1.0:
                 changed = changed.sub_(current).mul_(patch.strength).add_(current)
             for block, values in zip(
@@ -274,10 +312,15 @@ class WeightPatches:
             ):
                 block.copy_(values)
 
+    def _unpatched(self, name: str) -> Stored:
+        """The parameter `name` as it was loaded: itself, or its original where it is merged."""
+        tensor = self.model.get_parameter(name).detach()
+        return self._originals.get(name) or Stored(tensor, getattr(self._owner(name), "scales", None))
+
     def _load(self, name: str) -> Stored:
         """A copy in host memory of the parameter `name` as it is, unpatched."""
-        tensor = self.model.get_parameter(name).detach()
-        return Stored(tensor.to("cpu", copy=True), getattr(self._owner(name), "scales", None))
+        stored = self._unpatched(name)
+        return Stored(stored.tensor.to("cpu", copy=True), stored.scales)
 
     def _store(self, name: str, stored: Stored) -> None:
         """Put `stored` into the parameter `name`, in the storage that it has."""
@@ -295,16 +338,18 @@ class WeightPatches:
     def _owner(self, name: str) -> nn.Module:
         return self.model.get_submodule(name.rpartition(".")[0])
 
-    def _add_side(self, name: str, side: nn.Module) -> None:
+    def _add_side(self, name: str, side: Side) -> None:
         module = self._owner(name)
         module.add_module("side", side)
         if not isinstance(module, ShardedLinear):
-            self._hooks[name] = module.register_forward_hook(_add_beside)
+            module.forward = _LinearBeside(module).forward
+            self._plain.add(name)
 
     def _remove_side(self, name: str) -> None:
         module = self._owner(name)
-        if name in self._hooks:
-            self._hooks.pop(name).remove()
+        if name in self._plain:
+            self._plain.remove(name)
+            del module.forward
             del module.side
         elif isinstance(module, ShardedLinear) and name.endswith(".weight"):
             module.register_module("side", None)
@@ -334,17 +379,16 @@ def _groups(placed: Mapping[int, PlacedPatch]) -> list[tuple[list[str], list[int
     return list(groups.values())
 
 
-def _parts_of(name: str, patches: Sequence[PlacedPatch]) -> Iterator[tuple[Part, float]]:
-    """What `patches` add to the parameter `name`, and what scales it."""
-    for patch in patches:
-        for part in patch.parts:
-            if part.parameter == name:
-                yield part, patch.strength * part.change.scale
+class _LinearBeside:
+    """The forward of a plain Linear that has a side path."""
 
+    def __init__(self, linear: nn.Module):
+        self._linear = linear
 
-def _add_beside(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook of a plain Linear that has a side path."""
-    return cast(SidePath | KroneckerPath | SidePaths, module.side).add_to(output, args[0])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear, side = self._linear, cast(Side, self._linear.side)
+        y = type(linear).forward(linear, side.inputs(x))
+        return side.add_to(y, x, cast(torch.Tensor | None, linear.bias))
 
 
 def _blocks(weight: torch.Tensor, part: Part) -> list[torch.Tensor]:

@@ -73,6 +73,7 @@ class Part:
 
     `rows` and `columns` are where it goes, as stretches (start, length) of the local matrix; `region_rows` and
     `region_columns` are the numbers of the same rows and columns in the patch's region. `change` is sliced to them.
+    `covered` counts the rows of the parameter that the patch is for on all ranks.
     """
 
     parameter: str
@@ -81,6 +82,7 @@ class Part:
     region_rows: torch.Tensor
     region_columns: torch.Tensor
     change: Change
+    covered: int
 
 
 @dataclass
@@ -124,9 +126,8 @@ def place_patch(
         swapped = patch.swapped and not change.replaces
         source_rows = (region_rows + half) % region.rows if swapped else region_rows
         sliced = replace(change, factors=change.factors.take(source_rows, region_columns))
-        parts.append(
-            Part(share.parameter, _joined(rows), _joined(columns), region_rows, region_columns, sliced)
-        )
+        stretches = _joined(rows), _joined(columns)
+        parts.append(Part(share.parameter, *stretches, region_rows, region_columns, sliced, high - low))
     return PlacedPatch(patch.key, parts, region.rows, region.columns, patch.strength, patch.strength_model)
 
 

@@ -1,7 +1,8 @@
 """Side paths: an adapter's change as a cheap product beside a layer's own weight, which stays as it is.
 
 LoRA is a low-rank product. LoHa is one too: the elementwise product of two of ranks r and s has rank r * s (the
-row-wise Khatri-Rao product of their factors). LoKr multiplies by two small matrices, one after the other.
+row-wise Khatri-Rao product of their factors). LoKr multiplies by two small matrices, one after the other. DoRA also
+scales what goes into the layer or comes out of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,22 @@ from .adapters import Kronecker, LowRank
 from .patch import Part
 
 
-class SidePath(nn.Module):
+class Side(nn.Module):
+    """What stands beside a layer's weight."""
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layer's own weight multiplies in place of x [..., in]."""
+        return x
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Make of the weight's product y [..., out] of `inputs(x)` the layer's of x [..., in], in place, and return it.
+
+        `bias` [out] is what y has been added already.
+        """
+        raise NotImplementedError
+
+
+class SidePath(Side):
     """The low-rank product `up` [out, r] times `down` [r, in] beside a layer's weight."""
 
     down: torch.Tensor
@@ -28,7 +44,7 @@ class SidePath(nn.Module):
         self.register_buffer("down", down, persistent=False)
         self.register_buffer("up", up, persistent=False)
 
-    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Add x [..., in] times the product to y [..., out], in place, and return y."""
         narrow = F.linear(x, self.down)
         y.view(-1, y.shape[-1]).addmm_(narrow.reshape(-1, narrow.shape[-1]), self.up.t())
@@ -49,7 +65,7 @@ class Stretch:
         return first, -(-(self.source + self.length) // size), self.source - first * size
 
 
-class KroneckerPath(nn.Module):
+class KroneckerPath(Side):
     """Rows and columns of the Kronecker product of `left` [a, b] and `right` [p, q] beside a layer's weight.
 
     Blocks of p outputs or q inputs that a stretch cuts through are computed whole, so that any shard can be served;
@@ -70,7 +86,7 @@ class KroneckerPath(nn.Module):
         orders = kronecker_costs((right.shape[0], right.shape[1]), rows, columns)
         self.left_first = orders[0] < orders[1]
 
-    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Add x [..., in] times the product to y [..., out], in place, and return y."""
         outputs = y.view(-1, y.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
@@ -94,55 +110,144 @@ class KroneckerPath(nn.Module):
         return y
 
 
-class SidePaths(nn.Module):
+class SidePaths(Side):
     """Several paths beside one weight."""
 
-    def __init__(self, paths: Iterable[nn.Module]):
+    def __init__(self, paths: Iterable[Side]):
         super().__init__()
         self.paths = nn.ModuleList(paths)
 
-    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Add x [..., in] times every product to y [..., out], in place, and return y."""
         for path in self.paths:
             path.add_to(y, x)
         return y
 
 
+class ScaledSide(Side):
+    """`path` beside a weight whose products are scaled: outputs by `rows` [out], inputs by `columns` [in] (DoRA).
+
+    The scales are float32 and the bias is not scaled.
+    """
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+
+    def __init__(self, path: Side, rows: torch.Tensor | None, columns: torch.Tensor | None):
+        super().__init__()
+        self.path = path
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times the columns' scales."""
+        return x if self.columns is None else (x * self.columns).to(x.dtype)
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Scale y [..., out] but for its `bias`, add x [..., in] times the path, in place, and return y."""
+        if self.rows is not None:
+            y.mul_(self.rows)
+            if bias is not None:
+                y.add_(bias * (1.0 - self.rows))
+        return self.path.add_to(y, x)
+
+
+class PatchedWeight:
+    """What becomes of a local weight of `shape` [out, in] by patches in order, while it stays as it is itself.
+
+    It is the weight, its rows times `rows` and its columns times `columns` where there are such, plus low-rank and
+    Kronecker products. The latter cannot be scaled.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device):
+        self.shape = (shape[0], shape[1])
+        self.device = device
+        self.rows: torch.Tensor | None = None
+        self.columns: torch.Tensor | None = None
+        self._ups: list[torch.Tensor] = []
+        self._downs: list[torch.Tensor] = []
+        self._paths: list[tuple[Part, Kronecker, float]] = []
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been done to the weight."""
+        return self.rows is None and self.columns is None and not self._ups and not self._paths
+
+    def copy(self) -> PatchedWeight:
+        """The same, to go on with apart."""
+        copied = PatchedWeight(self.shape, self.device)
+        copied.rows, copied.columns = self.rows, self.columns
+        copied._ups, copied._downs, copied._paths = [*self._ups], [*self._downs], [*self._paths]
+        return copied
+
+    def scale_rows(self, factor: torch.Tensor) -> None:
+        """Multiply every row by its `factor` [out], float32."""
+        self.rows = factor if self.rows is None else self.rows * factor
+        self._ups = [up.to(torch.float32) * factor.unsqueeze(1) for up in self._ups]
+
+    def scale_columns(self, factor: torch.Tensor) -> None:
+        """Multiply every column by its `factor` [in], float32."""
+        self.columns = factor if self.columns is None else self.columns * factor
+        self._downs = [down.to(torch.float32) * factor for down in self._downs]
+
+    def add(
+        self,
+        part: Part,
+        scale: float,
+        *,
+        rows: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """Add the change of `part`, which has a `side_cost`, times `scale`, its rows times `rows` [out] and its columns
+        times `columns` [in] where given."""
+        factors = part.change.factors
+        if isinstance(factors, Kronecker):
+            self._paths.append((part, factors, scale))
+            return
+        product: LowRank = factors.low_rank(self.device)
+        up = _spread(product.up.to(torch.float32).mul(scale), 0, part.rows, self.shape[0])
+        down = _spread(product.down, 1, part.columns, self.shape[1])
+        self._ups.append(up if rows is None else up.mul_(rows.unsqueeze(1)))
+        self._downs.append(down if columns is None else down.to(torch.float32) * columns)
+
+    def product(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """The low-rank products as one of factors [out, r] and [r, in], float32, where there are any."""
+        if not self._ups:
+            return None, None
+        return torch.cat(self._ups, dim=1), torch.cat([down.to(torch.float32) for down in self._downs])
+
+    def side(self, dtype: torch.dtype) -> Side:
+        """What stands beside the weight, multiplying in `dtype`."""
+        paths: list[Side] = []
+        for part, factors, scale in self._paths:
+            left = factors.left.matrix(self.device).mul(scale).to(dtype)
+            right = factors.right.matrix(self.device).to(dtype)
+            paths.append(KroneckerPath(left, right, *_stretches(part, factors)))
+        if self._ups:
+            downs = torch.cat([down.to(dtype) for down in self._downs])
+            paths.append(SidePath(downs, torch.cat([up.to(dtype) for up in self._ups], dim=1)))
+        path = paths[0] if len(paths) == 1 else SidePaths(paths)
+        if self.rows is None and self.columns is None:
+            return path
+        return ScaledSide(path, self.rows, self.columns)
+
+
 def side_cost(part: Part, shape: Sequence[int]) -> int | None:
     """Multiplications per token of the part's change beside a local weight of `shape`; None where it has no path."""
     factors = part.change.factors
-    if part.change.dora_scale is not None or part.change.replaces:
+    if part.change.replaces:
         return None
     if isinstance(factors, Kronecker):
+        if part.change.dora_scale is not None:
+            return None
         return min(kronecker_costs(factors.right.shape, *_stretches(part, factors)))
     return None if factors.rank is None else factors.rank * sum(shape)
 
 
-def make_side(
-    parts: Iterable[tuple[Part, float]], shape: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    """What stands beside a local weight of `shape` for these parts, each times its factor. Each has a `side_cost`."""
-    downs, ups = [], []
-    paths: list[nn.Module] = []
-    for part, scale in parts:
-        factors = part.change.factors
-        if isinstance(factors, Kronecker):
-            left = factors.left.matrix(device).mul(scale).to(dtype)
-            right = factors.right.matrix(device).to(dtype)
-            paths.append(KroneckerPath(left, right, *_stretches(part, factors)))
-            continue
-        product: LowRank = factors.low_rank(device)
-        ups.append(_spread(product.up.to(torch.float32).mul(scale).to(dtype), 0, part.rows, shape[0]))
-        downs.append(_spread(product.down.to(dtype), 1, part.columns, shape[1]))
-    if downs:
-        paths.append(SidePath(torch.cat(downs), torch.cat(ups, dim=1)))
-    return paths[0] if len(paths) == 1 else SidePaths(paths)
-
-
 def side_bytes(model: nn.Module) -> int:
     """Bytes of all side paths in `model`."""
-    paths = [module for module in model.modules() if isinstance(module, (SidePath, KroneckerPath))]
-    return sum(tensor.nbytes for path in paths for tensor in path.buffers())
+    sides = [module for module in model.modules() if isinstance(module, Side)]
+    return sum(tensor.nbytes for side in sides for tensor in side.buffers(recurse=False))
 
 
 def kronecker_costs(

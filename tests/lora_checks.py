@@ -16,7 +16,7 @@ from comfy_tp.core.errors import TPError
 from comfy_tp.core.lora import WeightPatches
 from comfy_tp.core.models import architecture_named, architecture_of
 from comfy_tp.core.parallelize import apply_plan, resolve
-from comfy_tp.core.patch import Patch
+from comfy_tp.core.patch import Entry, Patch
 from comfy_tp.core.ranks import Ranks
 
 H = 64  # hidden width: 4 heads of 16
@@ -72,6 +72,12 @@ PLACES: dict[str, tuple[str, tuple[int, int, int] | None, bool]] = {
     "reordered rows, swapped change": ("final_layer.adaLN_modulation.1.weight", None, True),
     "a diffusers name": ("transformer_blocks.0.attn.to_q.weight", None, False),
 }
+# Places of different weights, each patched over the whole length of its rows and columns: there DoRA needs no merge.
+WHOLE = [
+    place
+    for place, (_, offset, swapped) in PLACES.items()
+    if offset is None and not swapped and place != "a diffusers name"
+]
 KINDS = (
     "lora",
     "lora without alpha",
@@ -325,6 +331,7 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
     first = [patch_for(state, place, "lora", 1, strength=0.8) for place in PLACES]
     second = [patch_for(state, place, "lora without alpha", 2, strength=-0.5) for place in PLACES]
     kin = [kind for kind in KINDS if kind.split()[0] in ("loha", "lokr") and "dora" not in kind]
+    doras = ("dora of rows", "dora of columns", "loha with dora")
     bent = [patch_for(state, place, "loha with dora", 3, strength=0.4) for place in list(PLACES)[:3]]
     results: dict[str, Any] = {"outputs": {}, "back": {}, "reports": {}}
 
@@ -343,7 +350,15 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
                     *first,
                     *(patch_for(state, place, kind, 7, strength=0.3) for place in PLACES),
                 ]
-                for kind in kin
+                for kind in (kin if mode == "side" else ())
+            },
+            **{
+                f"{kind} between LoRAs": [
+                    *first,
+                    *(patch_for(state, place, kind, 8, strength=0.3) for place in PLACES),
+                    *second,
+                ]
+                for kind in (doras if mode == "side" else ())
             },
             "swapped": second,
             "doubled": [*second, *second],
@@ -356,6 +371,22 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
         patches.set([])
         results["back"][mode] = bool(torch.equal(call(model), before)) and same(gathered(model, ranks), state)
     results["effect"] = float((oracle(first) - before).norm() / before.norm())
+    # What is held already is told by its strengths: the norms that it needs are known, and those of rows to any DoRA.
+    results["dora alone"] = {}
+    for kind in ("dora of rows", "dora of columns"):
+        for step, seed, strength in (("first", 10, 0.9), ("new strength", 10, -0.4), ("swap", 11, 0.6)):
+            chosen = [patch_for(state, place, kind, seed, strength=strength) for place in WHOLE]
+            held = step == "new strength"
+            entries = {
+                100 * seed + index: Entry(None if held else patch, strength)
+                for index, patch in enumerate(chosen)
+            }
+            started = ranks.collectives
+            report = patches.commit(patches.stage(entries, mode="side"))
+            reduces = ranks.collectives - started
+            wanted = oracle(chosen)
+            error = float((call(model) - wanted).norm() / wanted.norm())
+            results["dora alone"][kind, step] = [error, reduces, report.merged]
     return results
 
 
@@ -415,32 +446,36 @@ class Biased(nn.Module):
 
 
 def biases(ranks: Ranks) -> dict[str, Any]:
-    """Changed biases and weights of a model without a file layout."""
+    """Changed biases and weights of a model without a file layout; a DoRA scales the weight's product alone."""
     generator = torch.Generator().manual_seed(5)
     model = Biased().requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    whole = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     sharded(model, ranks)
-    adapters = {
-        "up.bias": Adapter("diff", {"diff": torch.randn(24, generator=generator)}),
-        "down.bias": Adapter("diff", {"diff": torch.randn(8, generator=generator)}),
-        "up.weight": adapter_of("lora", 24, 8, 1),
-        "down.weight": adapter_of("lora", 8, 24, 2),
-    }
     x = torch.randn(3, 8, generator=generator)
     patches = WeightPatches(model)
-    report = patches.set([Patch(key, adapter, 0.5) for key, adapter in adapters.items()], mode="side")
-    for key, adapter in adapters.items():
-        parameter = whole.get_parameter(key)
-        matrix = parameter.reshape(len(parameter), -1)
-        parameter.copy_(full_merge(matrix, Patch(key, adapter, 0.5)).reshape(parameter.shape))
-    error = float((model(x) - whole(x)).norm() / whole(x).norm())
-    return {"error": error, "merged": report.merged, "side": report.side}
+    errors, counts = {}, []
+    for kind in ("lora", "dora of rows", "dora of columns"):
+        adapters = {
+            "up.bias": Adapter("diff", {"diff": torch.randn(24, generator=generator)}),
+            "down.bias": Adapter("diff", {"diff": torch.randn(8, generator=generator)}),
+            "up.weight": adapter_of(kind, 24, 8, 1),
+            "down.weight": adapter_of(kind, 8, 24, 2),
+        }
+        report = patches.set([Patch(key, adapter, 0.5) for key, adapter in adapters.items()], mode="side")
+        whole = copy.deepcopy(plain)
+        for key, adapter in adapters.items():
+            parameter = whole.get_parameter(key)
+            matrix = parameter.reshape(len(parameter), -1)
+            parameter.copy_(full_merge(matrix, Patch(key, adapter, 0.5)).reshape(parameter.shape))
+        errors[kind] = float((model(x) - whole(x)).norm() / whole(x).norm())
+        counts.append((report.merged, report.side))
+    return {"errors": errors, "counts": counts}
 
 
 def fp8(ranks: Ranks) -> dict[str, Any]:
-    """On fp8 weights LoRA, LoHa and LoKr are side paths and leave them alone; what must be merged is rounded anew."""
+    """On fp8 weights LoRA, LoHa, LoKr and DoRA are side paths and leave them alone; what must be merged is rounded anew."""
     from comfy_tp.core import quant
     from comfy_tp.core.skeleton import hold_fp8
 
@@ -462,7 +497,7 @@ def fp8(ranks: Ranks) -> dict[str, Any]:
     patches = WeightPatches(model)
     places = ("packed col-wise of five blocks", "replicated")
     results: dict[str, Any] = {}
-    for kind in ("lora", "loha", "lokr", "diff"):
+    for kind in ("lora", "loha", "lokr", "dora of rows", "dora of columns", "diff"):
         chosen = [
             patch_for(state, place, kind, 4, strength=4.0 if kind == "loha" else 0.6) for place in places
         ]

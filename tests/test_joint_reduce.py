@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from comfy_tp.core import quant
 from comfy_tp.core.linear import RowwiseLinear, RowwiseSplitInputLinear, joint_reduce
-from comfy_tp.core.lora import SidePath
 from comfy_tp.core.models.modulation import JointLinears
 from comfy_tp.core.norm import JointSums, ShardedRMSNorm
 from comfy_tp.core.ranks import Ranks
 from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.side import SidePath
 
 WIDTH, FEATURES = 24, 16
 LENGTHS = (3, 5)  # tokens of the two streams

@@ -47,7 +47,27 @@ def test_stacked_patches_of_both_signs_give_the_output_of_the_whole_model(degree
     assert len(beside) == 5
     for label in ("stacked, side", *beside):
         assert reports[label][1] == 0, f"{label}: cheap factors need no merge"
+    # Merged: a scale of a row's or a column's part alone, with all that is patched together with that weight.
+    merged = {kind: reports[f"{kind} between LoRAs, side"][1] for kind in ("dora of rows", "dora of columns")}
+    assert merged == {"dora of rows": 1, "dora of columns": 4}
     assert reports["stacked, merge"][2] == 0
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_dora_alone_is_not_merged_and_takes_no_norm_twice(degree):
+    found = of(degree, "stacked")["dora alone"]
+    for label, (error, _, merged) in found.items():
+        assert error <= 1e-5 and merged == 0, label
+    # Only ranks that hold pieces of a row (four layers) or of a column (the others) add up their squares.
+    reduces = {label: bool(found[label][1]) for label in found}
+    assert reduces == {
+        ("dora of rows", "first"): True,
+        ("dora of rows", "new strength"): False,
+        ("dora of rows", "swap"): False,  # the norms of the weight's own rows are known
+        ("dora of columns", "first"): True,
+        ("dora of columns", "new strength"): False,
+        ("dora of columns", "swap"): True,
+    }
 
 
 @pytest.mark.parametrize("degree", DEGREES)
@@ -78,15 +98,15 @@ def test_what_cannot_be_carried_is_refused_by_name_and_leaves_the_previous_patch
 @pytest.mark.parametrize("degree", DEGREES)
 def test_biases_and_models_without_a_file_layout_are_patched(degree):
     found = of(degree, "biases")
-    assert found["error"] <= 1e-5
-    assert (found["merged"], found["side"]) == (2, 2)
+    assert max(found["errors"].values()) <= 1e-5, found["errors"]
+    assert found["counts"] == [(2, 2)] * 3
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_fp8_weights_take_cheap_factors_beside_them_and_other_kinds_rounded_anew(degree):
     """e4m3 has 3 bits of mantissa: a weight that is rounded anew differs by up to 1/16."""
     found = of(degree, "fp8")
-    for kind in ("lora", "loha", "lokr"):
+    for kind in ("lora", "loha", "lokr", "dora of rows", "dora of columns"):
         assert found[kind]["error"] <= 1e-5 and found[kind]["side"] == 2 and found[kind]["merged"] == 0
     assert found["diff"]["merged"] == 2 and found["diff"]["error"] <= 4e-2
     assert found["diff"]["effect"] > 4 * found["diff"]["error"]

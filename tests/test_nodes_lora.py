@@ -74,6 +74,8 @@ def mixed_adapters(name: str) -> str:
     for part in ("to_q", "to_v", "add_k_proj"):
         tensors[f"{block}.{part}.lora_B.weight"] = random(h, 4)
         tensors[f"{block}.{part}.lora_A.weight"] = random(4, h)
+    tensors[f"{block}.to_v.dora_scale"] = random(h, 1).abs() + 1
+    tensors[f"{block}.add_k_proj.dora_scale"] = random(1, h).abs() + 1
     return save_lora(name, tensors)
 
 
@@ -126,12 +128,13 @@ def test_the_stock_loader_s_lora_equals_comfyui_s_own_and_leaves_no_trace(degree
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-def test_every_kind_that_comfyui_knows_equals_its_own(degree):
-    """Merged kinds beside low-rank ones, split q, k and v, and norm_out with its halves exchanged."""
+def test_every_kind_that_comfyui_knows_equals_its_own(degree, one):
+    """Merged kinds beside low-rank ones, split q, k and v, norm_out with its halves exchanged, DoRA on top of a LoRA."""
     name = mixed_adapters("mixed.safetensors")
     before = sample(tp_model(degree))
     changed, _ = compare(degree, lambda model: stock(model, name, 0.9))
     assert relative_error(changed, before) > 0.02
+    compare(degree, lambda model: stock(stock(model, one, 0.3), name, -0.4))
     assert torch.equal(sample(tp_model(degree)), before)
 
 

@@ -32,6 +32,7 @@ METHODS = {
     "diffusers_after": "diffusers from_pretrained + enable_parallelism",
 }
 OURS = ("ours", "restart")
+STD = 0.02  # of the random weights
 # klein 4B's widths with fewer blocks: 1.68 billion parameters, 3.35 GB in bf16.
 CONFIG = {
     "_class_name": "Flux2Transformer2DModel",
@@ -123,7 +124,7 @@ def make_checkpoint(folder: Path, config: dict) -> int:
         model = Flux2Transformer2DModel.from_config(dict(config))
     # One block of random numbers serves every weight: what a weight holds costs no load time.
     largest = max(parameter.numel() for parameter in model.parameters())
-    values = torch.randn(largest, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
+    values = torch.randn(largest, generator=torch.Generator().manual_seed(0)).mul_(STD).to(torch.bfloat16)
     weights = {
         name: values[: parameter.numel()].view(parameter.shape)
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""A LoRA (LoHa, LoKr) on shards: merged into the weights against a side path, in swap time, memory, step time and exactness.
+"""A LoRA (LoHa, LoKr, DoRA) on shards: merged against a side path, in swap time, memory, step time and exactness.
 
 Real ranks over gloo on the CPU, on a FLUX.2-shaped checkpoint in the page cache. Exactness is the output's distance
 from the same file loaded in float32 with the LoRA merged, in which neither weight nor change is rounded.
@@ -22,10 +22,10 @@ from ..group.client import RankGroup
 from ..lora import PatchReport
 from ..patch import Patch
 from ..remote import RemoteModel
-from .bench_load import CONFIG, make_checkpoint, warm
+from .bench_load import CONFIG, STD, make_checkpoint, warm
 
 MODES = ("merge", "side")
-KINDS = ("lora", "loha", "lokr")
+KINDS = ("lora", "loha", "lokr", "dora", "dora-columns")
 WIDTHS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 16, "joint_attention_dim": 6144}
 TEXT_TOKENS = 16
 
@@ -138,8 +138,13 @@ def make_lora(checkpoint: Path, kind: str, rank: int, factor: int, seed: int) ->
         if len(entry.shape) != 2 or "transformer_blocks" not in name:
             continue
         rows, columns = entry.shape
-        if kind == "lora":
+        if kind in ("lora", "dora", "dora-columns"):
             tensors = {"up": random(rows, rank, 0.02), "down": random(rank, columns, 0.05 / rank**0.5)}
+            if kind != "lora":
+                # The checkpoint's weights are random numbers of this size, so are their norms all alike.
+                size, shape = (columns, (rows, 1)) if kind == "dora" else (rows, (1, columns))
+                trained = 1 + 0.1 * torch.randn(shape, generator=generator)
+                tensors["dora_scale"] = trained * STD * size**0.5
         elif kind == "loha":
             size = 0.03 / rank**0.5
             tensors = {"w1_a": random(rows, rank, 1.0), "w1_b": random(rank, columns, size)}
@@ -149,7 +154,7 @@ def make_lora(checkpoint: Path, kind: str, rank: int, factor: int, seed: int) ->
                 "w1": random(factor, factor, 0.1),
                 "w2": random(rows // factor, columns // factor, 0.01),
             }
-        patches.append(Patch(name, Adapter(kind, tensors)))
+        patches.append(Patch(name, Adapter("lora" if kind.startswith("dora") else kind, tensors)))
     return patches
 
 
