@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import io
 import json
@@ -55,6 +56,7 @@ FIT = """(() => {
   return null
 })()"""
 
+EMPTY = {"nodes": [], "links": [], "groups": [], "version": 0.4, "last_node_id": 0, "last_link_id": 0}
 BYPASS = 4  # the mode of a node that hands its input on, in a workflow file
 
 
@@ -171,6 +173,27 @@ def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
     keep(seen["screenshots"][-1], "text_to_image.png")
 
 
+def test_a_picture_of_the_demo_dropped_on_the_page_opens_the_graph_that_painted_it(
+    browser, comfy, pipeline, tmp_path
+):
+    graph = demo.text_to_image(demo.PROMPT, ranks=2, devices="cpu", seed=3, steps=2, lora=False)
+    for name, part in (("model", "model"), ("clip", "text_encoder"), ("vae", "vae")):
+        graph[name]["inputs"][part] = MODEL
+    picture, _ = demo.render(comfy, graph, tmp_path / "picture.png")
+    assert json.loads(picture.with_suffix(".json").read_text()) == graph
+    drop = f"""(async () => {{
+      const bytes = Uint8Array.from(atob('{base64.b64encode(picture.read_bytes()).decode()}'), (c) => c.charCodeAt(0))
+      await app.handleFile(new File([bytes], 'picture.png', {{ type: 'image/png' }}))
+      return app.graphToPrompt().then((p) => [p.output, app.graph.serialize()])
+    }})()"""
+    prompt, dropped = browser.open(EMPTY, evaluate={"opened": drop})["evaluated"]["opened"]
+    assert {one["class_type"]: one["inputs"].keys() for one in prompt.values()} == {
+        one["class_type"]: one["inputs"].keys() for one in graph.values()
+    }
+    seen = browser.open(dropped, name="product-dropped", run=True, watch={"fit": FIT})
+    assert seen["run"]["outcome"] == "success", seen["run"]["error"]
+
+
 def test_cancel_ends_the_run_and_the_line_comes_to_rest(browser, pipeline):
     graph = small(workflow("text_to_image_tp"), steps=3000)
     sampler = node_id(graph, "TPSampler")
@@ -178,7 +201,7 @@ def test_cancel_ends_the_run_and_the_line_comes_to_rest(browser, pipeline):
         graph,
         name="product-cancel",
         run=True,
-        cancel_at_progress=5,
+        cancel_at_progress=100,  # so that the line has had time to move
         timeout_s=500,
         watch={"sampler": line_of(sampler)},
         evaluate={"line": line_of(sampler)},

@@ -6,6 +6,7 @@ It posts what a script would post: the API form of graphs made of this pack's lo
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from pathlib import Path
@@ -118,11 +119,15 @@ def link_models(models: Path, folder: Path) -> None:
 
 
 def render(comfy: ComfyServer, graph: dict[str, Any], target: Path) -> tuple[Path, float]:
-    """Queue an API graph, wait for its picture and save it; returns the file and the seconds it took."""
+    """Queue an API graph, wait for its picture and save it; returns the file and the seconds it took.
+
+    The picture brings its graph along for a page that it is dropped on, and a file beside it for scripts.
+    """
     started = time.monotonic()
     entry = comfy.run(graph, timeout_s=TIMEOUT_S)
     seconds = time.monotonic() - started
     target.write_bytes(comfy.images(entry)[0])
+    target.with_suffix(".json").write_text(json.dumps(graph, indent=2) + "\n")
     return target, seconds
 
 
@@ -207,7 +212,10 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 def wait_for_interrupt(comfy: ComfyServer) -> None:
     """Hold ComfyUI open for the browser until Ctrl-C, or until it ends."""
-    print(f"ComfyUI stays open at {comfy.url}; Ctrl-C ends it.", flush=True)
+    print(
+        f"ComfyUI stays open at {comfy.url}: drop one of the pictures on its page to get its graph. Ctrl-C ends it.",
+        flush=True,
+    )
     try:
         while comfy.alive:
             time.sleep(0.5)
