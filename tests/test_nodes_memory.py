@@ -170,7 +170,7 @@ class HandTimer:
 def test_an_unused_model_waits_and_is_then_freed(monkeypatch):
     from comfy_tp.comfy_tp_nodes import sharded as module
 
-    tp_model()  # keeps the ranks
+    tp_model().sharded.load()  # keeps the ranks
     monkeypatch.setattr(module.threading, "Timer", HandTimer)
     monkeypatch.setattr(HandTimer, "made", [])
     model = load_tp(NAME)
