@@ -89,24 +89,24 @@ class Alias:
     stop: int | None = None
 
 
-def _fused_single(attention: str) -> tuple[Alias, ...]:
-    """The parts of a single block's fused projection, whose rows are q, k, v and the feed-forward."""
-    linear = "single_blocks.{i}.linear1"
-    return (
-        Alias(f"{attention}.to_q", linear, 0, 1),
-        Alias(f"{attention}.to_k", linear, 1, 2),
-        Alias(f"{attention}.to_v", linear, 2, 3),
-    )
-
+# What FLUX.1 and FLUX.2 share: q, k and v of a single block's fused projection, and a name without its number.
+_FLUX = (
+    Alias("single_blocks.{i}.linear1_qkv", "single_blocks.{i}.linear1", 0, 3),
+    Alias("transformer_blocks.{i}.attn.to_out", "double_blocks.{i}.img_attn.proj"),
+)
+_SINGLE = "single_transformer_blocks.{i}"
 
 # Architecture -> names that trainers use besides the single file's and diffusers' own.
 ALIASES: dict[str, tuple[Alias, ...]] = {
+    "flux": _FLUX,
     "flux2": (
-        *_fused_single("single_transformer_blocks.{i}.attn"),
-        Alias("single_transformer_blocks.{i}.proj_mlp", "single_blocks.{i}.linear1", 3),
-        Alias("single_blocks.{i}.linear1_qkv", "single_blocks.{i}.linear1", 0, 3),
-        Alias("single_transformer_blocks.{i}.proj_out", "single_blocks.{i}.linear2"),
-        Alias("transformer_blocks.{i}.attn.to_out", "double_blocks.{i}.img_attn.proj"),
+        *_FLUX,
+        # The fused projection's rows are q, k, v and the feed-forward.
+        Alias(f"{_SINGLE}.attn.to_q", "single_blocks.{i}.linear1", 0, 1),
+        Alias(f"{_SINGLE}.attn.to_k", "single_blocks.{i}.linear1", 1, 2),
+        Alias(f"{_SINGLE}.attn.to_v", "single_blocks.{i}.linear1", 2, 3),
+        Alias(f"{_SINGLE}.proj_mlp", "single_blocks.{i}.linear1", 3),
+        Alias(f"{_SINGLE}.proj_out", "single_blocks.{i}.linear2"),
         Alias("transformer_blocks.{i}.ff.net.0.proj", "double_blocks.{i}.img_mlp.0"),
         Alias("transformer_blocks.{i}.ff.net.2", "double_blocks.{i}.img_mlp.2"),
         Alias("transformer_blocks.{i}.ff_context.net.0.proj", "double_blocks.{i}.txt_mlp.0"),
@@ -116,6 +116,7 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
         Alias("time_text_embed.guidance_embedder.linear_1", "guidance_in.in_layer"),
         Alias("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer"),
     ),
+    "qwenimage": (Alias("transformer_blocks.{i}.attn.to_out", "transformer_blocks.{i}.attn.to_out.0"),),
 }
 
 
@@ -296,11 +297,13 @@ def _backwards(layout: FileLayout, module: str, key: str, rows: int) -> list[tup
         fed.setdefault(target.module, []).append((target.part, target.of, target.index, target.count))
     found = []
     for name, parts in fed.items():
-        if parts == [(parts[0][0], parts[0][1], 0, 1)]:
-            part, of = parts[0][:2]
+        parts.sort(key=lambda part: part[2])
+        part, of, _, count = parts[0]
+        if parts == [(part + index, of, index, count) for index in range(count)]:
             size = rows // of
-            found.append((name, Place(key, (0, part * size, size) if of > 1 else None)))
-        elif sorted(parts) == [(0, 2, 1, 2), (1, 2, 0, 2)]:
+            offset = (0, part * size, count * size) if of > count else None
+            found.append((name, Place(key, offset)))
+        elif parts == [(1, 2, 0, 2), (0, 2, 1, 2)]:
             found.append((name, Place(key, swapped=True)))
     return found
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import lora_checks
 import pytest
 import torch
 
+from comfy_tp.core.checkpoint.convert import file_tensors
 from comfy_tp.core.lora import WeightPatches
 from comfy_tp.core.lora_keys import LoraFile, read_lora
 from comfy_tp.core.models import architecture_named
@@ -181,36 +185,98 @@ def test_keys_that_fit_nothing_are_named():
     assert len(found.patches) == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 9}}])
-def test_a_lora_saved_by_diffusers_gives_what_peft_itself_gives(tmp_path, settings):
-    """Rank 3, alpha 8: diffusers writes alpha into the file's header only."""
-    from diffusers import Flux2Pipeline
+def small(architecture: str) -> torch.nn.Module:
+    """A small model of the architecture with random weights, the same every time."""
+    known = architecture_named(architecture)
+    torch.manual_seed(1)
+    return known.load_class()(**next(iter(known.examples.values()))).eval().requires_grad_(False)
+
+
+def shapes_of(architecture: str, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a single file of the model holds."""
+    tensors = file_tensors(architecture_named(architecture).layouts[0], dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def saved_by_diffusers(
+    folder: Path, pipeline: str, model: torch.nn.Module, layers: str | list[str], **settings: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Give the model a random LoRA of PEFT's on `layers`; the file that diffusers saves of it, and its header."""
     from diffusers.utils import convert_state_dict_to_diffusers
     from peft import LoraConfig, get_peft_model_state_dict
     from safetensors import safe_open
 
-    model = lora_checks.flux2()
-    layers = (
-        r".*\.(to_q|to_out\.0|to_qkv_mlp_proj|linear_in|linear_out)|single.*attn\.to_out|norm_out\.linear"
-    )
     config = LoraConfig(r=3, lora_alpha=8, target_modules=layers, init_lora_weights=False, **settings)
     torch.manual_seed(0)
     model.add_adapter(config)
     weights = convert_state_dict_to_diffusers(get_peft_model_state_dict(model))
     peft_settings = config.to_dict() | {"task_type": None, "peft_type": "LORA"}
-    Flux2Pipeline.save_lora_weights(tmp_path, weights, transformer_lora_adapter_metadata=peft_settings)
-    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
-        metadata = file.metadata()
-    found = read_lora(tensors, model_shapes(), architecture_named("flux2").layouts, "flux2", metadata)
-    assert found.unmatched == [] and len(found.applied) == len(tensors)
-    plain = lora_checks.sharded(lora_checks.flux2(), Ranks.single())
+    save = getattr(diffusers, pipeline).save_lora_weights
+    save(folder, weights, transformer_lora_adapter_metadata=peft_settings)
+    with safe_open(folder / "pytorch_lora_weights.safetensors", "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
+
+
+def check_forward(found: LoraFile, model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    """The patches on the `plain` model do what PEFT does in `model`."""
+    plain = lora_checks.sharded(plain, Ranks.single())
     before = lora_checks.call(plain)
     WeightPatches(plain).set(found.patches)
     model.tensor_parallel = plain.tensor_parallel
     wanted = lora_checks.call(model)
     assert (before - wanted).norm() > 0.01 * wanted.norm()
     assert (lora_checks.call(plain) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 9}}])
+def test_a_lora_saved_by_diffusers_gives_what_peft_itself_gives(tmp_path, settings):
+    """Rank 3, alpha 8: diffusers writes alpha into the file's header only."""
+    model = lora_checks.flux2()
+    layers = (
+        r".*\.(to_q|to_out\.0|to_qkv_mlp_proj|linear_in|linear_out)|single.*attn\.to_out|norm_out\.linear"
+    )
+    tensors, metadata = saved_by_diffusers(tmp_path, "Flux2Pipeline", model, layers, **settings)
+    found = read_lora(tensors, model_shapes(), architecture_named("flux2").layouts, "flux2", metadata)
+    assert found.unmatched == [] and len(found.applied) == len(tensors)
+    check_forward(found, model, lora_checks.flux2())
+
+
+# Architecture -> its pipeline, and names that trainers use for rows of a module of the file: (module, widths of rows).
+OTHERS: dict[str, tuple[str, dict[str, tuple[str, tuple[int, int]]]]] = {
+    "flux": ("FluxPipeline", {"single_blocks.0.linear1_qkv": ("single_blocks.0.linear1", (0, 3))}),
+    "qwenimage": ("QwenImagePipeline", {}),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_flux1_and_qwen_image_loras_of_every_linear_give_what_peft_itself_gives(tmp_path, architecture):
+    """As diffusers saves them; then the same modules under the names of every style mean the same places."""
+    model = small(architecture)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    layouts, shapes = architecture_named(architecture).layouts, shapes_of(architecture, model)
+    pipeline, fused = OTHERS[architecture]
+    tensors, metadata = saved_by_diffusers(tmp_path, pipeline, model, linears)
+    found = read_lora(tensors, shapes, layouts, architecture, metadata)
+    assert found.unmatched == [] and len(found.applied) == len(tensors) == 2 * len(linears)
+    check_forward(found, model, small(architecture))
+
+    def places(names: list[str], style: str) -> list[tuple[Any, ...]]:
+        up, down = torch.ones(1, 1), torch.ones(1, 1)
+        written: dict[str, torch.Tensor] = {}
+        for name in names:
+            written |= write(style, name, up, down)
+        read = read_lora(written, shapes, layouts, architecture)
+        assert read.unmatched == [], style
+        return [(patch.key, patch.offset, patch.swapped) for patch in read.patches]
+
+    modules = [key.removesuffix(".weight") for key, shape in shapes.items() if len(shape) == 2]
+    diffusers_places = places(linears, "diffusers")
+    for style in STYLES:
+        assert places(linears, style) == diffusers_places, style
+        assert places(modules, style) == [(f"{module}.weight", None, False) for module in modules], style
+        for name, (module, (start, count)) in fused.items():
+            width = shapes[f"{module}.weight"][1]
+            assert places([name], style) == [(f"{module}.weight", (0, start, count * width), False)], style
 
 
 def test_peft_s_own_dora_is_left_out_whole():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,13 +278,13 @@ def lora(path: Path) -> dict[str, torch.Tensor]:
 
 
 def diffusers_lora(folder: Path) -> dict[str, torch.Tensor]:
-    """A LoRA of the blocks' matrices in diffusers' keys."""
+    """A LoRA of every matrix in diffusers' keys."""
     from safetensors.torch import load_file
 
     generator = torch.Generator().manual_seed(5)
     made = {}
     for key, weight in load_file(folder / "diffusion_pytorch_model.safetensors").items():
-        if weight.ndim == 2 and "blocks" in key:
+        if weight.ndim == 2:
             module = f"transformer.{key.removesuffix('.weight')}"
             made[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4, generator=generator) * 0.2
             made[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1], generator=generator) * 0.2
@@ -291,7 +292,8 @@ def diffusers_lora(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["dev", "qwen"])
-def test_loras_of_the_stock_loader_equal_and_are_taken_back(name, monkeypatch):
+def test_loras_equal_by_the_stock_loader_and_by_load_tp_lora_and_are_taken_back(name, monkeypatch):
+    import comfy.model_base
     import folder_paths
     import nodes
     from safetensors.torch import save_file
@@ -321,10 +323,31 @@ def test_loras_of_the_stock_loader_equal_and_are_taken_back(name, monkeypatch):
     assert relative_error(found, run(patched(native))) <= SAME
     assert relative_error(found, plain) > 1e-2
     assert torch.equal(run(sharded), plain)
-    with pytest.raises(
-        UnsupportedError, match=r"reads LoRAs for FLUX\.2, and this model is .*Use the stock LoRA loader"
-    ):
-        LoadTPLoRA.execute(sharded, f"{name}.safetensors", 1.0)
+    same = sharded
+    for file, strength in ((f"{name}.safetensors", 0.8), (f"{name}-diffusers.safetensors", -0.6)):
+        output = LoadTPLoRA.execute(same, file, strength)
+        same = output.args[0]
+        assert output.ui.as_dict()["text"][0].endswith("none unmatched.")
+    assert lines(same.patches) == lines(with_lora.patches)
+    other = SimpleNamespace(model=object.__new__(comfy.model_base.Chroma))
+    text = r"reads LoRAs for FLUX\.2, FLUX\.1 and Qwen-Image, and this model is a Chroma\. Use the stock LoRA loader"
+    with pytest.raises(UnsupportedError, match=text):
+        LoadTPLoRA.execute(other, f"{name}.safetensors", 1.0)
+
+
+def lines(patches: dict[str, list[tuple]]) -> dict[str, list[tuple]]:
+    """What a ModelPatcher's `patches` do, to be compared: the adapters' tensors as bytes, the order of places set."""
+
+    def part(value: Any) -> Any:
+        return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+    return {
+        key: sorted(
+            (strength, offset or (), str(function), tuple(part(value) for value in adapter.weights))
+            for strength, adapter, _, offset, function in given
+        )
+        for key, given in patches.items()
+    }
 
 
 def test_what_does_not_fit_is_named_with_what_to_load_instead():

@@ -25,6 +25,13 @@ PREFIX = "diffusion_model."
 SHOWN = 5  # unmatched keys that are named
 KEPT_FILES = 4
 
+# ComfyUI's class of a model -> the architecture whose key tables read a LoRA for it.
+READABLE = {
+    comfy.model_base.Flux2: "flux2",
+    comfy.model_base.Flux: "flux",
+    comfy.model_base.QwenImage: "qwenimage",
+}
+
 Content = tuple[dict[str, torch.Tensor], dict[str, str] | None]
 
 
@@ -37,14 +44,17 @@ class LoadTPLoRA(io.ComfyNode):
             node_id="TPLoadLoRA",
             display_name="Load TP LoRA",
             description=(
-                "Loads a LoRA onto a FLUX.2 model and says how many of its keys were applied. It reads every key style: "
-                "ComfyUI, diffusers, kohya, PEFT, LyCORIS. Use it instead of the stock LoRA loader when the log says 'lora "
-                "key not loaded': older ComfyUIs drop half of a diffusers LoRA for FLUX.2. For a LoRA with ComfyUI's own "
-                "keys both do the same."
+                "Loads a LoRA onto a FLUX.2, FLUX.1 or Qwen-Image model and says how many of its keys were applied. It reads "
+                "every key style: ComfyUI, diffusers, kohya, PEFT, LyCORIS. Use it instead of the stock LoRA loader when the "
+                "log says 'lora key not loaded': older ComfyUIs drop half of a diffusers LoRA for FLUX.2. For a LoRA with "
+                "ComfyUI's own keys both do the same."
             ),
             search_aliases=["lora", "lycoris", "lokr", "loha", "diffusers lora"],
             inputs=[
-                io.Model.Input("model", tooltip="The model from Load TP Model, or any FLUX.2 MODEL."),
+                io.Model.Input(
+                    "model",
+                    tooltip="The model from Load TP Model, or any FLUX.2, FLUX.1 or Qwen-Image MODEL.",
+                ),
                 io.Combo.Input(
                     "lora_name",
                     options=folder_paths.get_filename_list("loras"),
@@ -104,10 +114,13 @@ FILES = LoraFiles()
 
 
 def read_file(model: Any, content: Content) -> LoraFile:
-    """What the LoRA does to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is a FLUX.2."""
-    if not isinstance(model, comfy.model_base.Flux2):
+    """What the LoRA does to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is one of `READABLE`."""
+    # A class of ComfyUI's that is made from another (Chroma from Flux) has names of its own.
+    own = next((kind for kind in type(model).__mro__ if kind.__module__ == "comfy.model_base"), type(model))
+    if own not in READABLE:
         raise UnsupportedError(
-            f"Load TP LoRA reads LoRAs for FLUX.2, and this model is a {type(model).__name__}. Use the stock LoRA loader."
+            f"Load TP LoRA reads LoRAs for FLUX.2, FLUX.1 and Qwen-Image, and this model is a {own.__name__}. Use the stock "
+            f"LoRA loader."
         )
     shapes = {
         key.removeprefix(PREFIX): tuple(tensor.shape)
@@ -115,7 +128,8 @@ def read_file(model: Any, content: Content) -> LoraFile:
         if key.startswith(PREFIX)
     }
     tensors, metadata = content
-    return read_lora(tensors, shapes, architecture_named("flux2").layouts, "flux2", metadata)
+    name = READABLE[own]
+    return read_lora(tensors, shapes, architecture_named(name).layouts, name, metadata)
 
 
 def report(name: str, found: LoraFile) -> str:
