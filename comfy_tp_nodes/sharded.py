@@ -148,8 +148,16 @@ class ShardedModel:
             raise remote.group.failure
         raise RankError("The model's shards were unloaded during the run. Queue the prompt again.")
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread is in the middle of a command on the ranks, which can free nothing until it has ended."""
+        return self.remote is not None and self.remote.group.in_callback
+
     def unload(self) -> int:
         """Free the shards; returns the bytes freed over all ranks. Harmless when they are not there."""
+        if self.in_callback:
+            log.warning("%s stays on its ranks until their command has ended", self.source.path)
+            return 0
         with self._lock:
             remote, self.remote = self.remote, None
             self.parked = False
@@ -166,6 +174,8 @@ class ShardedModel:
         """Move the shards to host memory; returns the device bytes freed. On the CPU there is nothing to gain: 0."""
         with self._lock:
             if not self.loaded or self.parked or self.remote is None or self.placement.devices[0] == "cpu":
+                return 0
+            if self.in_callback:
                 return 0
             freed = self.remote.park(poll=poll)
             self.parked = True

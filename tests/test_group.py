@@ -153,6 +153,19 @@ def test_what_an_event_raises_cancels_the_command_and_its_late_reply_reaches_nob
     assert seen == [0, 1]
 
 
+def test_a_request_from_a_callback_of_another_is_refused_instead_of_waiting_for_itself(group):
+    def ask(*_):
+        assert group.in_callback
+        group.request("ping", timeout=5)
+
+    for callback in ("on_event", "poll"):
+        with pytest.raises(
+            RankError, match="asked for 'ping' by a callback of another command.*Remove the node"
+        ):
+            group.request("steps", {"steps": 10, "seconds": 0.02}, **{callback: ask})
+        assert not group.in_callback and group.request("ping").header["degree"] == 2
+
+
 def test_cancel_from_another_thread_takes_effect_at_the_next_step(group):
     timer = threading.Timer(0.3, group.cancel)
     timer.start()

@@ -16,6 +16,7 @@ from comfy_inprocess import (
     ksampler,
     latent,
     load_tp,
+    relative_error,
     save_small_model,
     tp_model,
 )
@@ -310,6 +311,34 @@ def test_loading_makes_room_on_every_device_first(monkeypatch):
     assert all(need > model.sharded.bytes_on(device) for device, need, _ in asked)
     assert not any(was_loaded for _, _, was_loaded in asked)
     management.unload_all_models()
+
+
+@pytest.mark.parametrize("policy", ["release", "keep"])
+def test_shards_that_are_at_work_stay_when_a_step_callback_asks_for_the_room(policy, caplog):
+    import comfy.model_management as management
+
+    from comfy_tp.comfy_tp_nodes.nodes.sampler import TPSampler
+
+    model = load_tp(NAME, policy=policy)
+    before, loads = image(model), model.sharded.loads
+    comfy_hook(lambda *_, **__: management.unload_all_models())
+    try:
+        with torch.inference_mode():
+            inputs = (7, 2, 1.0, "euler", "simple", conditioning(), conditioning(), latent(), 1.0)
+            found = TPSampler.execute(model, *inputs).args[0]["samples"]
+    finally:
+        comfy_hook(None)
+    assert relative_error(found, before) < 1e-5
+    assert "stays on its ranks until their command has ended" in caplog.text
+    assert model.sharded.loads == loads
+    assert torch.equal(image(model), before)
+
+
+def comfy_hook(call) -> None:
+    """What ComfyUI calls at every step of a progress bar."""
+    import comfy.utils
+
+    comfy.utils.set_progress_bar_global_hook(call)
 
 
 def test_host_memory_is_all_that_the_ram_cache_scores():

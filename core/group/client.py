@@ -102,6 +102,7 @@ class RankGroup:
     def __init__(self, line: _Line):
         self._line = line
         self._turn = threading.Lock()
+        self._asking: int | None = None  # the thread whose turn it is
         self._finalizer = weakref.finalize(self, _Line.close, line)
 
     @classmethod
@@ -269,14 +270,27 @@ class RankGroup:
             finally:
                 line.leave(number)
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread is in the middle of a request: in one of the callbacks that it gave."""
+        return self._asking == threading.get_ident()
+
     @contextmanager
     def _taken(self, clock: _Clock) -> Iterator[None]:
+        if self.in_callback:
+            raise RankError(
+                f"The ranks were asked for {clock.command!r} by a callback of another command, in the middle of it, and they "
+                f"do one thing at a time. Remove the node that decodes or samples between the steps, such as a full "
+                f"preview, or load its model with the stock loader."
+            )
         while not self._turn.acquire(timeout=clock.slice()):
             clock.tick()
             self._line.check()
+        self._asking = threading.get_ident()
         try:
             yield
         finally:
+            self._asking = None
             self._turn.release()
 
     def cancel(self) -> None:
@@ -323,7 +337,7 @@ class _Clock:
     """The pace of one request: when to poll, and when its time is over."""
 
     def __init__(self, command: str, poll: Callable[[], None] | None, timeout: float | None):
-        self._command = command
+        self.command = command
         self._poll = poll
         self._timeout = timeout
         now = time.monotonic()
@@ -337,7 +351,7 @@ class _Clock:
     def tick(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now > self._deadline:
-            raise RankError(f"The ranks did not finish {self._command!r} within {self._timeout:g} s.")
+            raise RankError(f"The ranks did not finish {self.command!r} within {self._timeout:g} s.")
         if self._poll is not None and now >= self._next_poll:
             self._next_poll = now + POLL
             self._poll()
