@@ -26,7 +26,12 @@ class RemoteAutoencoder(RemoteModule):
         return self.on_ranks(lambda remote, poll: remote.encode_image(pixels, poll=poll))
 
     def decode(self, latents: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Pixels [B, 3, H, W] in about -1..1 of latents [B, 128, h, w]."""
+        """Pixels [B, 3, H, W] in about -1..1 of latents [B, 128, h, w]. Raises `InputError` for those of a video."""
+        if latents.ndim != 4:
+            raise InputError(
+                f"The latent has the shape {list(latents.shape)}, but this VAE takes [batch, {CHANNELS}, height, width]. It "
+                f"belongs to another model: use the VAE that was made for it."
+            )
         return self.on_ranks(lambda remote, poll: remote.decode_latent(latents, poll=poll))
 
 
@@ -61,8 +66,13 @@ class RemoteVAE(comfy.sd.VAE):
         self.patcher = ComponentPatcher.of(self.first_stage_model)
 
     def vae_encode_crop_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, H, W, C] cut to whole latent positions. Raises `InputError` for a picture smaller than one."""
-        height, width = pixels.shape[1:3]
+        """Pixels [B, H, W, C] cut to whole latent positions. Raises `InputError` for a picture smaller than one, or grey."""
+        height, width, channels = pixels.shape[1:4]
+        if channels < 3:
+            raise InputError(
+                f"The image has {channels} channel{'s' if channels > 1 else ''}, but the VAE needs red, green and blue. "
+                f"Turn a mask into a picture with Convert Mask to Image."
+            )
         if min(height, width) < PIXELS:
             raise InputError(
                 f"The image is {width}x{height} pixels, but the VAE needs at least {PIXELS}x{PIXELS}. Scale it up."

@@ -59,11 +59,21 @@ class PromptTokenizer:
         """The token numbers of `prompt` in its template, not padded; a prompt that is too long is cut, with a warning."""
         if not isinstance(prompt, str):
             raise InputError(f"A prompt is text, got {type(prompt).__name__}.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"The prompt holds half of a character behind {prompt[max(0, error.start - 20) : error.start]!r}, such as "
+                f"an emoji that was cut in two. Delete it and write it again."
+            ) from None
         options = (
             {"add_generation_prompt": True, "enable_thinking": False} if self.kind == "Qwen3Model" else {}
         )
         text = self.tokenizer.apply_chat_template(self.messages(prompt), tokenize=False, **options)
-        numbers = self.tokenizer(text, add_special_tokens=self.kind == "Qwen3Model")["input_ids"]
+        # Not verbose: what is too long is cut below, and transformers would warn of errors that do not come.
+        numbers = self.tokenizer(text, add_special_tokens=self.kind == "Qwen3Model", verbose=False)[
+            "input_ids"
+        ]
         if len(numbers) > TOKENS:
             log.warning(
                 "The prompt has %d tokens with its template; FLUX.2 reads %d, so the last %d are cut off.",

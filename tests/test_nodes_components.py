@@ -169,12 +169,14 @@ def test_cliptextencode_gives_the_prompt_embeds_of_the_pipeline(clip, pipeline, 
 
 
 def test_a_prompt_of_more_than_512_tokens_is_cut_as_the_pipeline_does_and_the_log_says_so(
-    clip, pipeline, caplog
+    clip, pipeline, caplog, monkeypatch
 ):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     prompt = "a red circle " * 300
-    with caplog.at_level(logging.WARNING, logger="comfy_tp"):
+    with caplog.at_level(logging.WARNING):
         found = encoded(clip, prompt)
     assert "FLUX.2 reads 512, so the last" in caplog.text and "are cut off" in caplog.text
+    assert "indexing errors" not in caplog.text
     assert relative_error(found, pipeline.embeds(prompt)) <= SAME
 
 
@@ -278,6 +280,19 @@ def test_a_picture_smaller_than_a_latent_position_is_refused_with_its_size(vae):
         stock("VAEEncode", vae, image(1, 1))
     with pytest.raises(InputError, match="The image is 300x15 pixels"):
         stock("VAEEncodeTiled", vae, image(15, 300), tile_size=64, overlap=16)
+
+
+def test_a_grey_picture_and_a_video_latent_are_refused_with_their_shapes(vae):
+    with pytest.raises(InputError, match="The image has 1 channel, but the VAE needs red, green and blue"):
+        stock("VAEEncode", vae, image()[..., :1])
+    with pytest.raises(InputError, match=r"The latent has the shape \[1, 128, 2, 4, 4\], but this VAE takes"):
+        stock("VAEDecode", vae, {"samples": torch.zeros(1, 128, 2, 4, 4)})
+    assert stock("VAEEncode", vae, torch.rand(1, 64, 64, 4))["samples"].shape == (1, 128, 4, 4)
+
+
+def test_half_a_character_in_a_prompt_is_refused_and_says_where(clip):
+    with pytest.raises(InputError, match="half of a character behind 'a red ', such as an emoji"):
+        encoded(clip, "a red \ud83d circle")
 
 
 def test_a_very_wide_reference_picture_is_encoded_and_used(folder, clip, vae):
