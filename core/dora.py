@@ -165,11 +165,11 @@ def squared_norms(weight: Stored, patched: PatchedWeight, dim: int) -> torch.Ten
             block.mul_(patched.columns)
         if up is not None and down is not None:
             block.addmm_(up[start:stop], down)
-        norms = torch.linalg.vector_norm(block, dim=dim).square_()
+        squares = block.square_().sum(dim=dim)
         if dim == 1:
-            total[start:stop] = norms
+            total[start:stop] = squares
         else:
-            total += norms
+            total += squares
     return total
 
 

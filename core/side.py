@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .adapters import Kronecker, LowRank
+from .linear import writes_in_place
 from .patch import Part
 
 
@@ -141,7 +142,11 @@ class ScaledSide(Side):
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] times the columns' scales."""
-        return x if self.columns is None else (x * self.columns).to(x.dtype)
+        if self.columns is None:
+            return x
+        if writes_in_place(x):
+            return torch.mul(x, self.columns, out=torch.empty_like(x))
+        return (x * self.columns).to(x.dtype)
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Scale y [..., out] but for its `bias`, add x [..., in] times the path, in place, and return y."""

@@ -98,7 +98,7 @@ def test_what_cannot_be_carried_is_refused_by_name_and_leaves_the_previous_patch
 @pytest.mark.parametrize("degree", DEGREES)
 def test_biases_and_models_without_a_file_layout_are_patched(degree):
     found = of(degree, "biases")
-    assert max(found["errors"].values()) <= 1e-5, found["errors"]
+    assert max(found["errors"].values()) <= 1e-6, found["errors"]
     assert found["counts"] == [(2, 2)] * 3
 
 
