@@ -360,6 +360,11 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
                 ]
                 for kind in (doras if mode == "side" else ())
             },
+            "DoRA on LoKr": [
+                patch_for(state, place, kind, 12, strength=0.5)
+                for kind in ("lokr", "dora of columns", "lokr with dora")
+                for place in WHOLE
+            ],
             "swapped": second,
             "doubled": [*second, *second],
         }.items():
