@@ -21,7 +21,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
-ONE_SCREEN = 60  # lines
+ONE_SCREEN = 45  # lines
 GAP = "\0"  # stands for a value in a text
 
 
