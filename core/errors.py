@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+MODULE = "comfy_tp.core.errors"
+
 
 class TPError(Exception):
-    """Base of every refusal of ours. Command line and nodes show its text alone, without a traceback."""
+    """Base of every refusal of ours. Command line and nodes show its text alone, without a traceback.
+
+    ComfyUI writes the class's module beside the text. It imports a pack by the path of its folder, which tells nobody
+    anything, so the classes here carry the name that they have in an install.
+    """
+
+    __module__ = MODULE
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = MODULE
 
 
 class PlanError(TPError, ValueError):

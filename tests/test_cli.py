@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -89,6 +90,17 @@ def test_a_refusal_is_one_line_and_exit_status_1(monkeypatch: pytest.MonkeyPatch
         "error": "Degree 5 does not divide the 48 heads. Choose 2, 3, 4 or 6.",
         "kind": "ConfigError",
     }
+
+
+def test_errors_carry_the_installed_name_wherever_the_pack_was_imported_from():
+    path = Path(cli.__file__).parents[1] / "errors.py"
+    spec = importlib.util.spec_from_file_location("/home/a/custom_nodes/comfy-tp.core.errors", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    assert len(kinds) >= 8 and {kind.__module__ for kind in kinds} == {"comfy_tp.core.errors"}
+    # A class of somebody else keeps its own.
+    assert type("Other", (module.TPError,), {"__module__": "elsewhere"}).__module__ == "elsewhere"
 
 
 def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]):

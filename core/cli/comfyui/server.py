@@ -450,7 +450,7 @@ def _check_entry(prompt_id: str, entry: dict[str, Any]) -> None:
         if kind == "execution_error":
             raise ExecutionFailed(
                 f"Node {details.get('node_id')} ({details.get('node_type')}) raised "
-                f"{details.get('exception_type')}: {details.get('exception_message')}",
+                f"{details.get('exception_type')}: {str(details.get('exception_message')).strip()}",
                 entry=entry,
                 details=details,
             )
