@@ -183,6 +183,23 @@ def test_a_latent_with_other_channels_is_refused():
         ksampler(tp_model(), conditioning(), conditioning(), wrong)
 
 
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_sde"])  # on the ranks, and in ComfyUI's own loop
+def test_latents_of_another_models_vae_are_refused_with_their_shapes(sampler):
+    from comfy_tp.comfy_tp_nodes.nodes.sampler import TPSampler
+
+    def sampled(positive: list, samples: torch.Tensor) -> None:
+        inputs = (7, 1, 1.0, sampler, "simple", positive, positive, {"samples": samples}, 1.0)
+        with torch.inference_mode():
+            TPSampler.execute(tp_model(), *inputs)
+
+    for reference in (torch.ones(1, 16, 8, 8), torch.ones(1, 128, 2, 4, 4)):
+        positive = conditioning(reference_latents=[latent(seed=3)["samples"], reference])
+        with refused(InputError, "Reference latent 2 has the shape", "takes 128 channels", "VAE"):
+            sampled(positive, latent()["samples"])
+    with refused(InputError, r"The latent has the shape \[1, 128, 2, 4, 4\]", "another model"):
+        sampled(conditioning(), torch.ones(1, 128, 2, 4, 4))
+
+
 def test_a_conditioning_of_another_width_is_refused_and_says_where_it_belongs():
     with refused(InputError, "15360", "48"):
         run(positive=conditioning(width=15360))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..errors import UnsupportedError
+from ..errors import InputError, UnsupportedError
 
 REFERENCE_METHODS = ("index", "offset", "uxo")
 
@@ -79,8 +79,19 @@ def placed_latents(
 
     "index": axis 0 counts the references in steps of `scale`. "uxo": diagonally after the image. "offset": axis 0 is
     1 and the references are packed side by side, growing the shorter side first. They are packed as latents, before
-    they are cut into patches.
+    they are cut into patches. Raises `InputError` for a latent of a video, or a reference of another model's VAE.
     """
+    if x.ndim != 4:
+        raise InputError(
+            f"The latent has the shape {list(x.shape)}, but this model takes [batch, channels, height, width]: it belongs "
+            f"to another model. Use the empty latent node or the VAE that was made for this one."
+        )
+    for number, reference in enumerate(references, start=1):
+        if reference.ndim != 4 or reference.shape[1] != x.shape[1]:
+            raise InputError(
+                f"Reference latent {number} has the shape {list(reference.shape)}, but this model takes {x.shape[1]} channels "
+                f"as [batch, channels, height, width]. Encode the picture with the VAE that was made for the model."
+            )
     if references and method not in REFERENCE_METHODS:
         raise UnsupportedError(
             f"Unknown reference method '{method}' (reference_latents_method). The ranks implement: "
