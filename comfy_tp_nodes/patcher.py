@@ -93,7 +93,8 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
     ) -> int:
         """Put the shards on the ranks, all of them, and this clone's patches onto the shards.
 
-        Returns the bytes that came onto the patcher's device. ComfyUI has made room on every device before.
+        Returns the bytes that came onto the patcher's device. ComfyUI has made room on every device before. Where only
+        the patches fail, or are cancelled, the shards stay.
         """
         self.refuse_unsupported()
         before = self.loaded_size()
@@ -109,7 +110,11 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         finally:
             if not loaded:
                 # ComfyUI does not list a model whose load failed, so it could not reclaim its shards later.
-                self.detach()
+                if self.sharded.loaded:
+                    self.model.device = device_to
+                    list_as_loaded(self)
+                else:
+                    self.detach()
         self.model.device = device_to
         self.model.model_loaded_weight_memory = self.loaded_size()
         self.model.current_weight_patches_uuid = self.patches_uuid
@@ -259,6 +264,18 @@ def related(patcher: Any) -> Any:
         patcher.parent = first
     patcher.object_patches_backup = model.object_patches_backup
     return patcher
+
+
+def list_as_loaded(patcher: ShardedPatcher) -> None:
+    """Have ComfyUI list the shards on every device as loaded, as it does itself after a load that did not fail."""
+    listed = comfy.model_management.current_loaded_models
+    for one in (patcher, *patcher.get_additional_models_with_key(STUBS)):
+        if any(entry.model is one for entry in listed):
+            continue
+        entry = comfy.model_management.LoadedModel(one)
+        entry.real_model = weakref.ref(one.model)
+        entry.model_finalizer = weakref.finalize(one.model, comfy.model_management.cleanup_models)
+        listed.insert(0, entry)
 
 
 def load_now(patcher: ShardedPatcher) -> None:

@@ -323,9 +323,47 @@ def test_what_the_shards_cannot_carry_is_refused_by_name_and_the_previous_lora_s
     bad = tp_model(2).clone()
     bad.patches = {KEY: [line()]}
     bad.patches_uuid = f"bad {what}"
+    loads = good.model.sharded.loads
     with pytest.raises(kind, match=text):
         sample(bad)
+    assert is_listed(bad)
     assert torch.equal(sample(good), expected)
+    assert good.model.sharded.loads == loads
+
+
+def test_a_cancelled_swap_keeps_the_shards_where_comfyui_can_reclaim_them(one, two, monkeypatch):
+    import comfy.model_management as management
+
+    good = stock(tp_model(2), one, 0.8)
+    expected = sample(good)
+    loads, remote = good.model.sharded.loads, good.model.sharded.require()
+    set_patches = remote.set_patches
+
+    def cancelled(*arguments: Any, **named: Any) -> Any:
+        management.interrupt_current_processing()
+        return set_patches(*arguments, **named)
+
+    other = stock(tp_model(2), two, 0.5)
+    with monkeypatch.context() as patched, pytest.raises(management.InterruptProcessingException):
+        patched.setattr(remote, "set_patches", cancelled)
+        sample(other)
+    assert is_listed(other) and other.loaded_size() == other.model_size() > 0
+    assert torch.equal(sample(good), expected)
+    assert good.model.sharded.loads == loads
+    with pytest.raises(management.InterruptProcessingException), monkeypatch.context() as patched:
+        patched.setattr(remote, "set_patches", cancelled)
+        sample(other)
+    management.unload_all_models()
+    assert not good.model.sharded.loaded
+    assert torch.equal(sample(good), expected)
+
+
+def is_listed(model: Any) -> bool:
+    """Whether ComfyUI lists exactly this clone of the model as loaded."""
+    import comfy.model_management as management
+
+    listed = [entry.model for entry in management.current_loaded_models if entry.model is not None]
+    return [one for one in listed if one.is_clone(model)] == [model]
 
 
 def test_the_lora_is_there_again_after_the_shards_were_freed(one):
