@@ -218,7 +218,7 @@ def change_of(adapter: Adapter, rows: int, columns: int, name: str) -> Change:
         change = maker(adapter, name)
     except TPError:
         raise
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:
         shapes = {part: list(tensor.shape) for part, tensor in adapter.tensors.items()}
         raise InputError(
             f"The {adapter.kind} patch of '{name}' has factors that do not fit together: {shapes}. Download the LoRA "
@@ -324,8 +324,8 @@ def _square(core: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _fitting(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """`up`, once it is known that it can be multiplied by `down`."""
-    if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0]:
+    """`up`, once it is known that it can be multiplied by `down`, and that this is something."""
+    if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0] or up.shape[1] == 0:
         raise RuntimeError("the factors cannot be multiplied")
     return up
 

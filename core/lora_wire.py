@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from .adapters import Adapter
+from .errors import InputError
 from .patch import Entry, Patch
 
 
@@ -39,13 +41,17 @@ class PatchSender:
     def write(
         self, patches: Sequence[Patch]
     ) -> tuple[list[dict[str, Any]], list[torch.Tensor], dict[tuple[Any, ...], _Known]]:
-        """Entries and tensors to send, and what the ranks will hold when they have accepted them (for `accepted`)."""
+        """Entries and tensors to send, and what the ranks will hold when they have accepted them (for `accepted`).
+
+        Raises `InputError` for a strength or an alpha that is no finite number.
+        """
         entries: list[dict[str, Any]] = []
         sent: list[torch.Tensor] = []
         held: dict[tuple[Any, ...], _Known] = {}
         times: Counter[tuple[Any, ...]] = Counter()
         for patch in patches:
             adapter = patch.adapter
+            _check_numbers(patch)
             tensors = list(adapter.tensors.values())
             identity: tuple[Any, ...] = (
                 patch.key,
@@ -87,6 +93,18 @@ class PatchSender:
     def forget(self) -> None:
         """What the ranks hold is unknown: the next set is sent whole."""
         self._known = {}
+
+
+def _check_numbers(patch: Patch) -> None:
+    numbers = {
+        "strength": patch.strength,
+        "strength_model": patch.strength_model,
+        "alpha": patch.adapter.alpha,
+    }
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            what = "Download the LoRA again" if name == "alpha" else "Give the LoRA loader another one"
+            raise InputError(f"The patch of '{patch.key}' has the {name} {number}. {what}.")
 
 
 def read_patches(entries: Sequence[Mapping[str, Any]], tensors: Sequence[torch.Tensor]) -> dict[int, Entry]:

@@ -31,6 +31,7 @@ SIDE_TENSORS = (
     "*.comfy_quant",
     "scaled_fp8",
 )
+WEIGHT_SCALES = ("weight_scale", "scale_weight")
 SMALL_TENSOR = 4096  # bytes; scales and declarations are smaller
 
 # What to use in place of formats that cannot be sharded, by their names in the files.
@@ -65,7 +66,7 @@ def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
         module, _, last = name.rpartition(".")
         if last != "weight" or entry.dtype not in FP8:
             continue
-        weight = _scalar(checkpoint, (f"{module}.weight_scale", f"{module}.scale_weight"))
+        weight = _scalar(checkpoint, tuple(f"{module}.{suffix}" for suffix in WEIGHT_SCALES))
         given = _scalar(checkpoint, (f"{module}.input_scale", f"{module}.scale_input"))
         if weight is None and (module in declared or (old_style and marker_covers(marker, name))):
             raise CheckpointError(
@@ -82,12 +83,21 @@ def read_scales(checkpoint: Checkpoint) -> dict[str, Scales]:
 
 
 def _check_owners(checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` for a scale whose weight the file lacks: it would be lost without a word."""
+    """Raise `CheckpointError` for a scale whose weight the file lacks or holds otherwise than as fp8: it would be lost
+    without a word."""
     for name, entry in checkpoint.entries.items():
         module, _, last = name.rpartition(".")
-        if f"*.{last}" in SIDE_TENSORS and f"{module}.weight" not in checkpoint.entries:
+        if f"*.{last}" not in SIDE_TENSORS:
+            continue
+        weight = checkpoint.entries.get(f"{module}.weight")
+        if weight is None:
             raise CheckpointError(
                 f"{entry.path}: '{name}' belongs to no weight: the file has no '{module}.weight'. Download it again."
+            )
+        if last in WEIGHT_SCALES and weight.dtype not in FP8 and _scalar(checkpoint, (name,)) != 1.0:
+            raise CheckpointError(
+                f"{entry.path}: '{name}' is the scale of a weight in fp8, but '{module}.weight' is stored as "
+                f"{weight.dtype}. Download the file again."
             )
 
 

@@ -411,6 +411,7 @@ def refused(ranks: Ranks) -> dict[str, Any]:
         "kind": Patch(qkv, Adapter("oft", {"blocks": torch.zeros(2, 2, 2)})),
         "shape": Patch(qkv, Adapter("lora", {"up": torch.ones(2 * H, 2), "down": down})),
         "factors": Patch(qkv, Adapter("lora", {"up": up, "down": torch.ones(3, H)})),
+        "rank 0": Patch(qkv, Adapter("lora", {"up": torch.ones(3 * H, 0), "down": torch.ones(0, H)})),
         "missing": Patch(qkv, Adapter("lora", {"up": up})),
         "missing half": Patch(qkv, Adapter("lokr", {"w1": torch.ones(2, 2), "w2_a": torch.ones(2, 2)})),
         "reshape": Patch(qkv, Adapter("lora", {"up": up, "down": down}, reshape=(3 * H, 2 * H))),

@@ -85,6 +85,7 @@ def test_what_cannot_be_carried_is_refused_by_name_and_leaves_the_previous_patch
     assert "makes a matrix of [128, 64], but the weight is [192, 64]" in texts["shape"]
     assert "made for another model" in texts["shape"]
     assert "do not fit together" in texts["factors"]
+    assert "do not fit together: {'up': [192, 0], 'down': [0, 64]}" in texts["rank 0"]
     assert "has no 'down'" in texts["missing"]
     assert "'w2_a' and 'w2_b'" in texts["missing half"]
     assert "changes the shape" in texts["reshape"]

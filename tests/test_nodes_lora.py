@@ -283,6 +283,12 @@ class _Unknown:
         return weight
 
 
+def _lora_of(*parts: Any) -> Any:
+    import comfy.weight_adapter
+
+    return comfy.weight_adapter.LoRAAdapter(set(), parts)
+
+
 def _oft() -> Any:
     import comfy.weight_adapter
 
@@ -306,6 +312,22 @@ REFUSED: dict[str, tuple[Callable[[], tuple], type[Exception], str]] = {
         lambda: (1.0, ("model_as_lora", (torch.zeros(128, 128),)), 1.0, None, None),
         UnsupportedError,
         "the kind 'model_as_lora'",
+    ),
+    "an alpha that is no number": (
+        lambda: (
+            1.0,
+            _lora_of(torch.ones(128, 2), torch.ones(2, 128), float("nan"), None, None, None),
+            1.0,
+            None,
+            None,
+        ),
+        InputError,
+        f"'{KEY}' has the alpha nan. Download the LoRA again",
+    ),
+    "a strength that is no number": (
+        lambda: (float("inf"), ("diff", (torch.zeros(128, 128),)), 1.0, None, None),
+        InputError,
+        f"'{KEY}' has the strength inf. Give the LoRA loader another one",
     ),
     "another model's": (
         lambda: (1.0, ("diff", (torch.zeros(64, 64),)), 1.0, None, None),

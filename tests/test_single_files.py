@@ -201,6 +201,21 @@ def test_a_scale_without_its_weight_is_refused_and_not_lost(tmp_path, model):
         open_model(Checkpoint.open(path))
 
 
+@pytest.mark.parametrize("style", ["metadata", "scaled_fp8"])
+def test_the_scale_of_a_weight_that_is_not_fp8_is_refused_and_not_lost(tmp_path, model, style):
+    held, metadata, _ = fp8_tensors(single_file_tensors(model), style)
+    name = f"img_in.{'scale_weight' if style == 'scaled_fp8' else 'weight_scale'}"
+    held[name] = torch.tensor(1.0)
+    path = save_single_file(tmp_path / "one.safetensors", held, metadata)
+    assert "img_in" not in open_model(Checkpoint.open(path)).scales
+    held[name] = torch.tensor(0.5)
+    path = save_single_file(tmp_path / "half.safetensors", held, metadata)
+    with pytest.raises(
+        CheckpointError, match=rf"'{name}' is the scale of .* 'img_in\.weight' is stored as F32"
+    ):
+        open_model(Checkpoint.open(path))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, model, value):
     held, metadata, _ = fp8_tensors(single_file_tensors(model), "metadata")
