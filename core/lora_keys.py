@@ -6,7 +6,8 @@ diffusers' (the file layout read backwards) and those of `ALIASES`. Dots and und
 kohya's and LyCORIS' flattened names need no table of their own.
 
 Sources of the names: ComfyUI (`diffusion_model.`), diffusers and PEFT (`transformer.`, `base_model.model.`, `lora_A`),
-kohya's sd-scripts (`lora_unet_`), OneTrainer (`lora_transformer_`), LyCORIS and SimpleTuner (`lycoris_`).
+kohya's sd-scripts (`lora_unet_`), OneTrainer (`lora_transformer_`), LyCORIS and SimpleTuner (`lycoris_`), XLabs and USO
+(`processor.qkv_lora1`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ SUFFIXES: dict[str, tuple[str, str]] = {
     ".lora.down.weight": ("lora", "down"),
     "_lora.up.weight": ("lora", "up"),
     "_lora.down.weight": ("lora", "down"),
+    ".up.weight": ("lora", "up"),
+    ".down.weight": ("lora", "down"),
     ".lora_linear_layer.up.weight": ("lora", "up"),
     ".lora_linear_layer.down.weight": ("lora", "down"),
     ".reshape_weight": ("lora", "reshape"),
@@ -98,7 +101,16 @@ _SINGLE = "single_transformer_blocks.{i}"
 
 # Architecture -> names that trainers use besides the single file's and diffusers' own.
 ALIASES: dict[str, tuple[Alias, ...]] = {
-    "flux": _FLUX,
+    "flux": (
+        *_FLUX,
+        # As XLabs and USO name them: 1 is the picture's stream and 2 the text's. What ends in `_lora` ends before it.
+        Alias("double_blocks.{i}.processor.qkv_lora1", "double_blocks.{i}.img_attn.qkv"),
+        Alias("double_blocks.{i}.processor.qkv_lora2", "double_blocks.{i}.txt_attn.qkv"),
+        Alias("double_blocks.{i}.processor.proj_lora1", "double_blocks.{i}.img_attn.proj"),
+        Alias("double_blocks.{i}.processor.proj_lora2", "double_blocks.{i}.txt_attn.proj"),
+        Alias("single_blocks.{i}.processor.qkv", "single_blocks.{i}.linear1", 0, 3),
+        Alias("single_blocks.{i}.processor.proj", "single_blocks.{i}.linear2"),
+    ),
     "flux2": (
         *_FLUX,
         # The fused projection's rows are q, k, v and the feed-forward.

@@ -291,8 +291,31 @@ def diffusers_lora(folder: Path) -> dict[str, torch.Tensor]:
     return made
 
 
+def uso_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A LoRA of the attentions of FLUX.1 in the names of XLabs and USO; `state` is that of ComfyUI's own model."""
+    names = {
+        "double_blocks.{i}.processor.qkv_lora1": ("double_blocks.{i}.img_attn.qkv", 1.0),
+        "double_blocks.{i}.processor.qkv_lora2": ("double_blocks.{i}.txt_attn.qkv", 1.0),
+        "double_blocks.{i}.processor.proj_lora1": ("double_blocks.{i}.img_attn.proj", 1.0),
+        "double_blocks.{i}.processor.proj_lora2": ("double_blocks.{i}.txt_attn.proj", 1.0),
+        "single_blocks.{i}.processor.qkv_lora": ("single_blocks.{i}.linear1", 3 / 7),
+        "single_blocks.{i}.processor.proj_lora": ("single_blocks.{i}.linear2", 1.0),
+    }
+    generator = torch.Generator().manual_seed(6)
+    made = {}
+    for name, (module, share) in names.items():
+        for number in "01":
+            rows, columns = state[f"diffusion_model.{module.replace('{i}', number)}.weight"].shape
+            lora = name.replace("{i}", number)
+            made[f"{lora}.up.weight"] = torch.randn(round(rows * share), 4, generator=generator)
+            made[f"{lora}.down.weight"] = torch.randn(4, columns, generator=generator)
+    return made
+
+
 @pytest.mark.parametrize("name", ["dev", "qwen"])
 def test_loras_equal_by_the_stock_loader_and_by_load_tp_lora_and_are_taken_back(name, monkeypatch):
+    import comfy.lora
+    import comfy.lora_convert
     import comfy.model_base
     import folder_paths
     import nodes
@@ -329,6 +352,18 @@ def test_loras_equal_by_the_stock_loader_and_by_load_tp_lora_and_are_taken_back(
         same = output.args[0]
         assert output.ui.as_dict()["text"][0].endswith("none unmatched.")
     assert lines(same.patches) == lines(with_lora.patches)
+    if name == "dev":
+        # The stock loader tells USO's names by the last blocks of the full size, which a small model lacks.
+        tensors = uso_lora(native.model.state_dict())
+        save_file(tensors, loras / "uso.safetensors")
+        folder_paths.filename_list_cache.clear()
+        output = LoadTPLoRA.execute(sharded, "uso.safetensors", 0.8)
+        assert output.ui.as_dict()["text"][0].endswith("none unmatched.")
+        by_stock = sharded.clone()
+        keys = comfy.lora.model_lora_keys_unet(sharded.model, {})
+        by_stock.add_patches(comfy.lora.load_lora(comfy.lora_convert.convert_uso_lora(tensors), keys), 0.8)
+        assert len(by_stock.patches) == len(tensors) // 2
+        assert lines(output.args[0].patches) == lines(by_stock.patches)
     other = SimpleNamespace(model=object.__new__(comfy.model_base.Chroma))
     text = r"reads LoRAs for FLUX\.2, FLUX\.1 and Qwen-Image, and this model is a Chroma\. Use the stock LoRA loader"
     with pytest.raises(UnsupportedError, match=text):
