@@ -11,7 +11,7 @@ from typing import Any
 from ..core.checkpoint.files import Checkpoint
 from ..core.checkpoint.header import TensorEntry
 from ..core.errors import CheckpointError, UnsupportedError
-from ..core.loading import OpenedModel
+from ..core.loading import OpenedModel, config_of
 from ..core.models import ARCHITECTURES, Architecture, architecture_named
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -91,11 +91,11 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _sizes(entries: Iterable[TensorEntry]) -> tuple[dict[str, int], int]:
-    """Bytes by stored dtype, and the number of values; scalars are scales of fp8 weights and do not count."""
+    """Bytes by stored dtype, and the number of values; single ones are scales of fp8 weights and do not count."""
     stored: dict[str, int] = {}
     values = 0
     for entry in entries:
-        if not entry.shape:
+        if math.prod(entry.shape) == 1:
             continue
         stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
         values += math.prod(entry.shape)
@@ -103,11 +103,12 @@ def _sizes(entries: Iterable[TensorEntry]) -> tuple[dict[str, int], int]:
 
 
 def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]:
-    if checkpoint.config is not None and "_class_name" in checkpoint.config:
-        named = checkpoint.config["_class_name"]
+    config = config_of(checkpoint)
+    if config is not None and "_class_name" in config:
+        named = config["_class_name"]
         for name, class_name in ARCHITECTURES.items():
             if class_name == named:
-                return architecture_named(name), checkpoint.config
+                return architecture_named(name), config
         raise UnsupportedError(
             f"{checkpoint.path} holds a {named}, which cannot be sharded yet. Choose a model of the class "
             f"{', '.join(ARCHITECTURES.values())}."

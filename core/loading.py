@@ -156,8 +156,9 @@ def open_model(
     A folder says its class in config.json; a single file is recognised from its tensor names and shapes alone.
     Raises `CheckpointError` when it is neither, or tensors are missing, unknown or of the wrong shape.
     """
-    if checkpoint.config is not None:
-        config = dict(checkpoint.config)
+    given = config_of(checkpoint)
+    if given is not None:
+        config = dict(given)
         named = config.get("_class_name")
         if model_class is None:
             architecture = architecture or _architecture_of_config(checkpoint, named)
@@ -356,6 +357,24 @@ def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 for a parameter of a module that the model keeps in float32."""
     keep = getattr(model, "_keep_in_fp32_modules", None) or ()
     return torch.float32 if any(module in name.split(".") for module in keep) else dtype
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The config.json that describes `checkpoint`: a folder's own.
+
+    One beside a single file may be that of any other model, as in ComfyUI's folder of many. It counts where the file is
+    recognised by itself as a model of the class that it names, under diffusers' names, and where it is not recognised.
+    """
+    config = checkpoint.config
+    if config is None or Path(checkpoint.path).is_dir():
+        return config
+    for architecture in map(architecture_named, ARCHITECTURES):
+        if architecture.detect is None or architecture.detect(checkpoint.entries) is None:
+            continue
+        layout = choose_layout(checkpoint, architecture.layouts)
+        plain = layout.rules is None and not layout.prefix_of(checkpoint.entries)
+        return config if plain and config.get("_class_name") == architecture.model_class else None
+    return config
 
 
 def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> Architecture:

@@ -182,6 +182,24 @@ def test_the_shards_of_an_fp8_file_take_half_of_those_of_a_bf16_file(dev, models
         assert abs(half / whole - 0.5) <= 0.03 * 0.5
 
 
+def test_comfyui_and_the_ranks_compute_a_file_that_is_fp8_throughout_in_the_same_dtype(dev, models):
+    """On a GPU in bfloat16: scales, also those of shape [1], are not weights in float32."""
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+    from comfy_tp.core.checkpoint.files import Checkpoint
+    from comfy_tp.core.loading import open_model, stored_dtype
+
+    held, metadata, _ = fp8_tensors(single_file_tensors(dev), "scaled_fp8", quantised=EVERYTHING)
+    for name, tensor in held.items():
+        if name.endswith(("scale_weight", "scale_input")):
+            held[name] = tensor.reshape(1)
+        elif tensor.ndim == 1:
+            held[name] = tensor.to(torch.float8_e4m3fn)
+    path = save_single_file(models / "fp8-throughout.safetensors", held, metadata)
+    by_comfyui = ModelSource.open(path).compute_dtype("default", "cuda:0")
+    assert by_comfyui == "bfloat16"
+    assert stored_dtype(open_model(Checkpoint.open(path)), torch.device("cuda:0")) == torch.bfloat16
+
+
 def test_one_rank_is_enough_and_the_log_says_so(dev, models, monkeypatch, caplog):
     path = save_single_file(models / "alone.safetensors", single_file_tensors(dev))
     with caplog.at_level(logging.INFO, logger="comfy_tp.nodes"):

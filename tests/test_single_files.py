@@ -91,6 +91,27 @@ def test_the_configuration_of_a_single_file_follows_from_its_shapes(tmp_path, mo
         assert opened.config[name] == value
 
 
+@pytest.mark.parametrize(
+    "config",
+    ['{"_class_name": "Flux2Transformer2DModel", "num_layers": 7}', '{"model_type": "mistral3"}', "[", "{}"],
+    ids=["of the same class", "of another library", "broken", "empty"],
+)
+def test_a_config_json_that_lies_beside_a_single_file_is_not_its_own(tmp_path, model, config):
+    """ComfyUI keeps the files of many models in one folder, and any of them may have brought one."""
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    path = save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
+    expected = open_model(Checkpoint.open(path)).config
+    (tmp_path / "config.json").write_text(config)
+    opened = open_model(Checkpoint.open(path))
+    assert opened.layout is BFL_FLUX2 and opened.config == expected
+    assert ModelSource.open(path).config == expected
+    folder = tmp_path / "transformer"
+    model.save_pretrained(folder)
+    opened = open_model(Checkpoint.open(folder / "diffusion_pytorch_model.safetensors"))
+    assert opened.layout is not BFL_FLUX2 and opened.config["num_layers"] == 2
+
+
 def test_klein_without_guidance_is_recognised(tmp_path):
     klein = small_flux2(guidance_embeds=False)
     path = save_single_file(tmp_path / "klein.safetensors", single_file_tensors(klein))

@@ -71,8 +71,8 @@ class Checkpoint:
                     f"{files.index}: tensor '{name}' should lie in {file}, but that file does not have it. The index "
                     f"and the files are of different versions; download them again."
                 )
-        folder = location if location.is_dir() else location.parent
-        return cls(os.fspath(location), entries, metadata, _read_config(folder), headers)
+        config = _read_config(location) if location.is_dir() else _config_beside(location)
+        return cls(os.fspath(location), entries, metadata, config, headers)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -235,6 +235,14 @@ def _indexed(index: Path) -> WeightFiles:
 def _read_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     return _read_json(path, CONFIG_LIMIT) if path.is_file() else None
+
+
+def _config_beside(file: Path) -> dict[str, Any] | None:
+    """The config.json in the folder of a weight file: it may be anything, another program's too."""
+    try:
+        return _read_config(file.parent)
+    except (CheckpointError, OSError):
+        return None
 
 
 def _read_json(path: Path, limit: int) -> dict[str, Any]:
