@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import folder_paths
 
+from ..core.checkpoint.files import RANK_FILE, STEMS
 from ..core.errors import ConfigError
 
 SUFFIXES = (".safetensors", ".sft")
+# Names of the weights in a folder that is a model as a whole.
+FOLDERS_OWN = re.compile(rf"(?:{'|'.join(STEMS)})[.-].*|{RANK_FILE.pattern}")
 DEPTH = 4  # how deep below a model folder a diffusers folder is looked for
 FOLLOW_LINKS = "COMFY_TP_FOLLOW_LINKS"
 
@@ -92,7 +96,13 @@ def choices(component: Component) -> list[str]:
         if name.lower().endswith(SUFFIXES)
     ]
     parts = tuple(f"{name}/" for name in inside)
-    return [name for name in files if not name.startswith(parts)] + sorted(folders)
+    # A file of another name is a model of its own, whatever config.json lies in its folder.
+    files = [
+        name
+        for name in files
+        if not (name.startswith(parts) and FOLDERS_OWN.fullmatch(PurePosixPath(name).name))
+    ]
+    return files + sorted(folders)
 
 
 def component_path(component: Component, name: str) -> Path:

@@ -64,6 +64,27 @@ def test_files_and_diffusers_folders_are_offered(models):
     assert choices() == ["flux2.safetensors", "FLUX.2-dev", "deep/er/model", "klein"]
 
 
+def test_files_in_a_folder_with_a_config_json_are_offered_unless_their_names_are_those_of_its_weights(models):
+    files, _ = models
+    model_folder(files / "flux", weights="diffusion_pytorch_model-00001-of-00002.safetensors")
+    names = (
+        "dev-fp8",
+        "klein",
+        "model",
+        "diffusion_pytorch_model.fp16",
+        "models-of-mine",
+        "rank-00000-of-00002",
+    )
+    for name in names:
+        (files / "flux" / f"{name}.safetensors").write_bytes(b"")
+    assert choices() == [
+        "flux/dev-fp8.safetensors",
+        "flux/klein.safetensors",
+        "flux/models-of-mine.safetensors",
+        "flux",
+    ]
+
+
 def test_a_new_model_is_seen_and_a_removed_one_forgotten(models):
     files, folders = models
     assert choices() == []
