@@ -109,3 +109,14 @@ def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]):
             cli.main(argv)
         assert left.value.code == 2
     assert "invalid choice: 'no-such-subcommand'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["demo", "--ranks", "0"], ["verify", "x", "--tp", "two"], ["bench", "load", "--repeats", "-1"]]
+)
+def test_a_count_below_one_is_wrong_usage(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    option, value = words[-2:]
+    assert f"argument {option}: '{value}' is not a whole number of at least 1" in capsys.readouterr().err

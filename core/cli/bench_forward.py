@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .arguments import count
 from .bench_load import diffusers_on_cpu
 from .rank_processes import run_ranks
 
@@ -47,7 +48,7 @@ VARIANTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``comfy-tp bench forward``."""
-    parser.add_argument("--repeats", type=int, default=15, help="forwards of each variant (default 15)")
+    parser.add_argument("--repeats", type=count, default=15, help="forwards of each variant (default 15)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:

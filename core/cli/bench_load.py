@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 from ..errors import ConfigError
+from .arguments import count
 from .rank_processes import run_ranks
 
 METHODS = {
@@ -55,11 +56,11 @@ FILE_BYTES = 2_000_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``comfy-tp bench load``."""
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the model (default 2)")
+    parser.add_argument("--ranks", type=count, default=2, help="ranks that share the model (default 2)")
     parser.add_argument(
-        "--threads", type=int, default=1, help="threads of each rank, torch's and ours (default 1)"
+        "--threads", type=count, default=1, help="threads of each rank, torch's and ours (default 1)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="loads by each method (default 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="loads by each method (default 3)")
     parser.add_argument("--single-blocks", type=int, default=8, help="size of the checkpoint (8: 3.35 GB)")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"

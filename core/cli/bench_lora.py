@@ -22,6 +22,7 @@ from ..group.client import RankGroup
 from ..lora import PatchReport
 from ..patch import Patch
 from ..remote import RemoteModel
+from .arguments import count
 from .bench_load import CONFIG, STD, make_checkpoint, warm
 
 MODES = ("merge", "side")
@@ -32,22 +33,22 @@ TEXT_TOKENS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``comfy-tp bench lora``."""
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the model (default 2)")
+    parser.add_argument("--ranks", type=count, default=2, help="ranks that share the model (default 2)")
     parser.add_argument(
         "--kind", choices=KINDS, default="lora", help="what changes the weights (default lora)"
     )
     parser.add_argument(
-        "--rank", type=int, default=32, help="rank of the LoRA, of each half of a LoHa (default 32)"
+        "--rank", type=count, default=32, help="rank of the LoRA, of each half of a LoHa (default 32)"
     )
     parser.add_argument(
-        "--factor", type=int, default=16, help="rows and columns of a LoKr's first matrix (default 16)"
+        "--factor", type=count, default=16, help="rows and columns of a LoKr's first matrix (default 16)"
     )
     parser.add_argument(
         "--dtype", default="default", help="dtype of the weights (default: bfloat16, as stored)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="steps and swaps that are timed (default 5)")
-    parser.add_argument("--tokens", type=int, default=16, help="image tokens of a step (default 16)")
-    parser.add_argument("--heads", type=int, default=16, help="attention heads of 128 (16: 1.2 GB)")
+    parser.add_argument("--repeats", type=count, default=5, help="steps and swaps that are timed (default 5)")
+    parser.add_argument("--tokens", type=count, default=16, help="image tokens of a step (default 16)")
+    parser.add_argument("--heads", type=count, default=16, help="attention heads of 128 (16: 1.2 GB)")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the checkpoint is made (default: temp)"
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+from .arguments import count
 from .bench_load import run_ranks, warm
 
 # The output projection of a FLUX.2-dev single block, 302 MB in bf16, several times.
@@ -26,8 +27,8 @@ ROWS, COLUMNS, TENSORS = 6144, 24576, 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``comfy-tp bench rowwise``."""
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the columns (default 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="reads by each method (default 5)")
+    parser.add_argument("--ranks", type=count, default=2, help="ranks that share the columns (default 2)")
+    parser.add_argument("--repeats", type=count, default=5, help="reads by each method (default 5)")
     parser.add_argument("--folder", type=Path, default=None, help="where the file is made (default: temp)")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..small.build import LORA_NAME, pipeline_folder
+from .arguments import count
 from .comfyui import ComfyServer
 
 MODEL = "small-flux2"
@@ -26,7 +27,7 @@ TIMEOUT_S = 300.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``comfy-tp demo``."""
-    parser.add_argument("--ranks", type=int, default=2, help="how many ranks share the model (default 2)")
+    parser.add_argument("--ranks", type=count, default=2, help="how many ranks share the model (default 2)")
     parser.add_argument(
         "--devices",
         default=None,
@@ -35,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help=f"what to paint (default: {PROMPT!r})")
     parser.add_argument("--edit", default=EDIT, help=f"how to change the picture (default: {EDIT!r})")
     parser.add_argument("--seed", type=int, default=7, help="noise seed (default 7)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"denoising steps (default {STEPS})")
+    parser.add_argument("--steps", type=count, default=STEPS, help=f"denoising steps (default {STEPS})")
     parser.add_argument(
         "--model", type=Path, default=None, help="a FLUX.2 pipeline folder (default: the small one)"
     )
     parser.add_argument(
         "--size",
-        type=int,
+        type=count,
         default=SIZE,
         help=f"pixels a side (default {SIZE}, what the small one was trained on)",
     )

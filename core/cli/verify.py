@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .arguments import count
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a diffusers model folder, a pipeline folder with transformer/, a .safetensors file, or the name of an "
         "architecture, whose small example models are checked then",
     )
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument("--tp", type=count, default=2, metavar="N", help="number of ranks (default: 2)")
     parser.add_argument(
         "--devices", metavar="LIST", help="comma-separated, one per rank; default: cpu for every rank"
     )
