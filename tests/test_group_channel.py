@@ -13,12 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from comfy_tp.core.adapters import Adapter
 from comfy_tp.core.group import channel as wire
 from comfy_tp.core.group.channel import PREFIX, Channel, ChannelClosed, ChannelError
 from comfy_tp.core.group.port import STRANGERS, ClientPort
 from comfy_tp.core.group.rank import resident_bytes, unix_listener
+from comfy_tp.core.lora_wire import PatchSender, read_patches
+from comfy_tp.core.patch import Patch
 
 TOKEN = "a" * 64
+QWEN_LINEARS = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *(f"{stream}_{name}" for stream in ("img", "txt") for name in ("mlp.net.0.proj", "mlp.net.2", "mod.1")),
+)
 
 
 def pair(**options) -> tuple[Channel, socket.socket]:
@@ -101,7 +109,7 @@ def test_a_frame_is_what_the_description_says():
         (frame(kind=99), "unknown kind of frame 99"),
         (frame(zero=7), "unknown kind"),
         (frame(sequence=5), "frame 5 where frame 0 is due"),
-        (frame(header_bytes=0xFFFFFFFF), "a header of 4294967295 bytes; the limit is 1048576"),
+        (frame(header_bytes=0xFFFFFFFF), "a header of 4294967295 bytes; the limit is 8388608"),
         (frame(payload_bytes=1 << 63), "a payload of 9223372036854775808 bytes where the tensors need 0"),
         (frame(payload=b"abc"), "a payload of 3 bytes where the tensors need 0"),
         (frame(raw=b""), "no JSON"),
@@ -115,7 +123,7 @@ def test_a_frame_is_what_the_description_says():
         (frame(message=message(name=3)), "wrong type"),
         (frame(message=message(header=[])), "wrong type"),
         (frame(message=message(tensors={})), "wrong type"),
-        (frame(message=message(["float32", [0]], tensors=[["uint8", [0]]] * 20_000)), "20000 tensors"),
+        (frame(message=message(["float32", [0]], tensors=[["uint8", [0]]] * 70_000)), "70000 tensors"),
         (frame(message=message("float32")), "not as .dtype, shape."),
         (frame(message=message(["float32"])), "not as .dtype, shape."),
         (frame(message=message(["object", [1]])), "unknown dtype 'object'"),
@@ -462,3 +470,24 @@ def test_a_cancel_and_a_leaving_client_are_told_at_once_and_late_answers_vanish(
         time.sleep(0.005)
     assert not order.client.wants(2)
     order.client.send(wire.REPLY, 1, tensors=[torch.zeros(1_000_000)])
+
+
+def test_ten_loras_of_every_layer_of_qwen_image_cross_in_one_message():
+    """As many as a prompt may stack; after the ranks were started anew all of them are sent at once."""
+    up, down = torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.bfloat16)
+    patches = [
+        Patch(
+            f"diffusion_model.transformer_blocks.{block}.{module}.weight",
+            Adapter("lora", {"up": up, "down": down}, 16.0),
+            strength=-1 / 3,
+        )
+        for _ in range(10)
+        for block in range(60)
+        for module in QWEN_LINEARS
+    ]
+    entries, tensors, _ = PatchSender().write(patches)
+    packed = wire.pack("patch", {"model": "m1", "mode": "auto", "patches": entries}, tensors)
+    _, header, layout, _ = wire.parse_header(packed.raw)
+    found = read_patches(header["patches"], [up] * len(layout))
+    assert [entry.patch.key for entry in found.values()] == [patch.key for patch in patches]
+    assert len(packed.raw) < wire.HEADER_LIMIT / 2
