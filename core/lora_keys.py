@@ -22,6 +22,7 @@ import torch
 
 from .adapters import Adapter, is_complete
 from .checkpoint.layout import FileLayout
+from .errors import InputError
 from .patch import Patch
 
 PREFIXES = (
@@ -161,7 +162,8 @@ def read_lora(
 
     `layouts` are the architecture's file layouts. `metadata` is the file's header: a file of diffusers keeps alpha there
     and not beside the tensors. A key is unmatched when its module is none of the model's, its suffix
-    belongs to no adapter that shards can carry, or the adapter lacks its other half.
+    belongs to no adapter that shards can carry, or the adapter lacks its other half. Raises `InputError` for an alpha
+    that is not one number.
     """
     known = names_of(shapes, layouts, ALIASES.get(architecture, ()))
     settings = read_settings(metadata or {})
@@ -233,14 +235,14 @@ def _read_module(
         low_rank = kind in ("lora", "loha", "lokr")
         parts = {**own, **shared} if low_rank else own
         numbers = {name: parts.pop(name) for name in ("alpha", "reshape") if name in parts}
-        alpha = float(tensors[numbers["alpha"]]) if "alpha" in numbers else None
-        if kind == "lora" and alpha is None and "down" in parts:
+        alpha = _number(tensors, numbers["alpha"]) if "alpha" in numbers else None
+        if kind == "lora" and alpha is None and "down" in parts and tensors[parts["down"]].ndim:
             alpha = trained(tensors[parts["down"]].shape[0])
         adapter = Adapter(
             "diff" if kind == "diff_bias" else kind,
             {name: tensors[key] for name, key in parts.items()},
             alpha,
-            tuple(int(size) for size in tensors[numbers["reshape"]]) if "reshape" in numbers else None,
+            tuple(tensors[numbers["reshape"]].flatten().long().tolist()) if "reshape" in numbers else None,
         )
         if not is_complete(adapter):
             continue
@@ -248,6 +250,15 @@ def _read_module(
         used.update([*parts.values(), *numbers.values()])
     for key in keys.values():
         (found.applied if key in used else found.unmatched).append(key)
+
+
+def _number(tensors: Mapping[str, torch.Tensor], key: str) -> float:
+    """The value of a file's tensor that holds one number. Raises `InputError` for more or none."""
+    if tensors[key].numel() != 1:
+        raise InputError(
+            f"The LoRA's '{key}' has the shape {list(tensors[key].shape)}, expected one number. Download it again."
+        )
+    return float(tensors[key])
 
 
 def split_key(key: str) -> tuple[str, str] | None:

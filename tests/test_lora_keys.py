@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from comfy_tp.core.checkpoint.convert import file_tensors
+from comfy_tp.core.errors import InputError
 from comfy_tp.core.lora import WeightPatches
 from comfy_tp.core.lora_keys import LoraFile, read_lora
 from comfy_tp.core.models import architecture_named
@@ -289,6 +290,18 @@ def test_peft_s_own_dora_is_left_out_whole():
     }
     found = read(keys)
     assert sorted(found.unmatched) == sorted(keys) and not found.patches
+
+
+def test_an_alpha_that_is_not_one_number_is_named_and_factors_without_a_rank_are_left_to_the_check_of_shapes():
+    tensors = write(
+        "ComfyUI with alpha", "double_blocks.0.img_attn.qkv", torch.ones(192, 2), torch.tensor(1.0)
+    )
+    alpha = next(key for key in tensors if key.endswith(".alpha"))
+    with pytest.raises(InputError, match=rf"'{alpha}' has the shape \[2\], expected one number"):
+        read({**tensors, alpha: torch.ones(2)})
+    del tensors[alpha]
+    with pytest.raises(InputError, match="do not fit together"):
+        patched(read(tensors))
 
 
 def test_reading_leaves_the_tensors_as_they_are():

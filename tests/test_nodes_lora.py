@@ -11,6 +11,7 @@ import torch
 from comfy_inprocess import (
     bfl_state,
     conditioning,
+    import_comfy,
     in_comfy,  # noqa: F401  a fixture
     ksampler,
     latent,
@@ -269,6 +270,16 @@ def test_a_lora_that_fits_nothing_and_an_unknown_name_are_errors():
         ours(tp_model(2), name, 1.0)
     with pytest.raises(ValueError, match="'nothing.safetensors' is not one of the choices"):
         ours(tp_model(2), "nothing.safetensors", 1.0)
+
+
+def test_a_damaged_lora_file_is_an_error_that_names_it():
+    name = save_lora("damaged.safetensors", {"x": torch.ones(2)})
+    path = import_comfy() / "models/loras" / name
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(
+        InputError, match=r"damaged\.safetensors cannot be read as a LoRA .*Download it again"
+    ):
+        ours(tp_model(2), name, 1.0)
 
 
 def test_strength_zero_changes_nothing(one):

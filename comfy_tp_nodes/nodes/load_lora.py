@@ -99,11 +99,17 @@ class LoraFiles:
         self._files: OrderedDict[tuple[str, int, int], Content] = OrderedDict()
 
     def read(self, path: str) -> Content:
-        """The tensors and the header's metadata of the file at `path`."""
+        """The tensors and the header's metadata of the file at `path`. Raises `InputError` for one that is damaged."""
         state = os.stat(path)
         key = (path, state.st_size, state.st_mtime_ns)
         if key not in self._files:
-            self._files[key] = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+            try:
+                self._files[key] = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:  # ComfyUI's, safetensors' or pickle's own
+                reason = str(error).strip().partition("\n")[0]
+                raise InputError(f"{path} cannot be read as a LoRA ({reason}). Download it again.") from error
         self._files.move_to_end(key)
         while len(self._files) > KEPT_FILES:
             self._files.popitem(last=False)
