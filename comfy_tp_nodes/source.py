@@ -115,7 +115,7 @@ def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]
         )
     for name in ARCHITECTURES:
         architecture = architecture_named(name)
-        config = architecture.detect(checkpoint.entries) if architecture.detect else None
+        config = architecture.recognise(checkpoint.entries)
         if config is not None:
             return architecture, config
     raise CheckpointError(

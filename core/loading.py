@@ -369,7 +369,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if config is None or Path(checkpoint.path).is_dir():
         return config
     for architecture in map(architecture_named, ARCHITECTURES):
-        if architecture.detect is None or architecture.detect(checkpoint.entries) is None:
+        if architecture.recognise(checkpoint.entries) is None:
             continue
         layout = choose_layout(checkpoint, architecture.layouts)
         plain = layout.rules is None and not layout.prefix_of(checkpoint.entries)
@@ -393,9 +393,7 @@ def _recognise(
     """The architecture and configuration of a single file, from its tensor names and shapes alone."""
     candidates = [architecture] if architecture else [architecture_named(name) for name in ARCHITECTURES]
     for candidate in candidates:
-        if candidate.detect is None:
-            continue
-        config = candidate.detect(checkpoint.entries)
+        config = candidate.recognise(checkpoint.entries)
         if config is not None:
             return candidate, config, candidate.layouts
     raise CheckpointError(

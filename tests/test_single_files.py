@@ -112,6 +112,23 @@ def test_a_config_json_that_lies_beside_a_single_file_is_not_its_own(tmp_path, m
     assert opened.layout is not BFL_FLUX2 and opened.config["num_layers"] == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("double_blocks.0.img_attn.norm.query_norm.scale", (0,)),
+        ("img_in.weight", (0, 128)),
+        ("txt_in.weight", (128,)),
+        ("time_in.in_layer.weight", (128,)),
+        ("double_blocks.99999999999.img_attn.qkv.weight", (384, 128)),
+    ],
+)
+def test_a_shape_or_block_number_that_no_model_has_is_a_clear_error_at_once(tmp_path, model, name, shape):
+    tensors = {**single_file_tensors(model), name: torch.ones(shape)}
+    path = save_single_file(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors (is not a model|does not fit the model)"):
+        open_model(Checkpoint.open(path))
+
+
 def test_klein_without_guidance_is_recognised(tmp_path):
     klein = small_flux2(guidance_embeds=False)
     path = save_single_file(tmp_path / "klein.safetensors", single_file_tensors(klein))

@@ -81,6 +81,13 @@ class Architecture:
         counts = [config[key] for key in keys if config and config.get(key) is not None]
         return math.gcd(*counts) if counts else None
 
+    def recognise(self, entries: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `detect` makes of a single file; None too where a shape that it asks lacks a dimension or is empty."""
+        try:
+            return self.detect(entries) if self.detect is not None else None
+        except (IndexError, ZeroDivisionError):
+            return None
+
     def load_class(self) -> type:
         """The diffusers model class. Raises `UnsupportedError` when the installed diffusers is too old for it."""
         import diffusers

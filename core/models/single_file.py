@@ -42,14 +42,14 @@ class Shapes:
         return tuple(entry.shape) if entry is not None else None
 
     def blocks(self, container: str) -> int:
-        """How many blocks there are under `container`, by the highest number."""
-        highest = -1
+        """How many blocks there are under `container`, whatever numbers they have: no more than the file has tensors."""
+        numbers = set()
         for name in self.entries:
             head, _, rest = name.removeprefix(self.prefix).partition(".")
             number = rest.partition(".")[0]
             if head == container and number.isdecimal():
-                highest = max(highest, int(number))
-        return highest + 1
+                numbers.add(number)
+        return len(numbers)
 
 
 def rotary_axes(head: int) -> tuple[int, int, int]:
