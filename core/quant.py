@@ -136,7 +136,7 @@ def _with_prefix(checkpoint: Checkpoint, module: str) -> str:
 
 
 def _settings(value: Any) -> dict[str, Any]:
-    return {"format": value} if isinstance(value, str) else dict(value)
+    return dict(value) if isinstance(value, dict) else {"format": value}
 
 
 def _json_object(text: str, where: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
 
 def _check_format(checkpoint: Checkpoint, module: str, settings: Mapping[str, Any]) -> None:
     name = settings.get("format")
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise UnsupportedError(
             f"{checkpoint.path}: layer '{module}' is quantised as {name}, which cannot be sharded yet. {INSTEAD}."
         )

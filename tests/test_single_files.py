@@ -239,6 +239,14 @@ def test_a_scale_without_its_weight_is_refused_and_not_lost(tmp_path, model):
         open_model(Checkpoint.open(path))
 
 
+@pytest.mark.parametrize("settings", [7, None, [], {"format": []}, {}], ids=repr)
+def test_a_declaration_that_names_no_format_is_refused(tmp_path, model, settings):
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"img_in": settings}})}
+    path = save_single_file(tmp_path / "x.safetensors", single_file_tensors(model), metadata)
+    with pytest.raises(UnsupportedError, match=r"layer 'img_in' is quantised as (7|None|\[\]), which cannot"):
+        open_model(Checkpoint.open(path))
+
+
 @pytest.mark.parametrize("style", ["metadata", "scaled_fp8"])
 def test_the_scale_of_a_weight_that_is_not_fp8_is_refused_and_not_lost(tmp_path, model, style):
     held, metadata, _ = fp8_tensors(single_file_tensors(model), style)
