@@ -16,11 +16,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
-from .adapters import Adapter, is_complete
+from .adapters import Adapter, change_of, is_complete
 from .checkpoint.layout import FileLayout
 from .errors import InputError
 from .patch import Patch
@@ -163,7 +164,7 @@ def read_lora(
     `layouts` are the architecture's file layouts. `metadata` is the file's header: a file of diffusers keeps alpha there
     and not beside the tensors. A key is unmatched when its module is none of the model's, its suffix
     belongs to no adapter that shards can carry, or the adapter lacks its other half. Raises `InputError` for an alpha
-    that is not one number.
+    that is not one number and for factors that do not fit the weight.
     """
     known = names_of(shapes, layouts, ALIASES.get(architecture, ()))
     settings = read_settings(metadata or {})
@@ -246,6 +247,10 @@ def _read_module(
         )
         if not is_complete(adapter):
             continue
+        size = [shapes[at.key][0], prod(shapes[at.key][1:])]
+        if at.offset is not None:
+            size[at.offset[0]] = at.offset[2]
+        change_of(adapter, *size, at.key)  # raises where it does not fit
         found.patches.append(Patch(at.key, adapter, offset=at.offset, swapped=at.swapped))
         used.update([*parts.values(), *numbers.values()])
     for key in keys.values():

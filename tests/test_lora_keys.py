@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,31 +254,37 @@ OTHERS: dict[str, tuple[str, dict[str, tuple[str, tuple[int, int]]]]] = {
 def test_flux1_and_qwen_image_loras_of_every_linear_give_what_peft_itself_gives(tmp_path, architecture):
     """As diffusers saves them; then the same modules under the names of every style mean the same places."""
     model = small(architecture)
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears = {
+        name: module.weight.shape
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     layouts, shapes = architecture_named(architecture).layouts, shapes_of(architecture, model)
     pipeline, fused = OTHERS[architecture]
-    tensors, metadata = saved_by_diffusers(tmp_path, pipeline, model, linears)
+    tensors, metadata = saved_by_diffusers(tmp_path, pipeline, model, list(linears))
     found = read_lora(tensors, shapes, layouts, architecture, metadata)
     assert found.unmatched == [] and len(found.applied) == len(tensors) == 2 * len(linears)
     check_forward(found, model, small(architecture))
 
-    def places(names: list[str], style: str) -> list[tuple[Any, ...]]:
-        up, down = torch.ones(1, 1), torch.ones(1, 1)
+    def places(sizes: Mapping[str, Sequence[int]], style: str) -> list[tuple[Any, ...]]:
         written: dict[str, torch.Tensor] = {}
-        for name in names:
-            written |= write(style, name, up, down)
+        for name, (rows, columns) in sizes.items():
+            written |= write(style, name, torch.ones(rows, 1), torch.ones(1, columns))
         read = read_lora(written, shapes, layouts, architecture)
         assert read.unmatched == [], style
         return [(patch.key, patch.offset, patch.swapped) for patch in read.patches]
 
-    modules = [key.removesuffix(".weight") for key, shape in shapes.items() if len(shape) == 2]
+    modules = {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) == 2}
     diffusers_places = places(linears, "diffusers")
     for style in STYLES:
         assert places(linears, style) == diffusers_places, style
         assert places(modules, style) == [(f"{module}.weight", None, False) for module in modules], style
         for name, (module, (start, count)) in fused.items():
             width = shapes[f"{module}.weight"][1]
-            assert places([name], style) == [(f"{module}.weight", (0, start, count * width), False)], style
+            size = (count * width, width)
+            assert places({name: size}, style) == [(f"{module}.weight", (0, start, count * width), False)], (
+                style
+            )
 
 
 def test_peft_s_own_dora_is_left_out_whole():
@@ -292,16 +299,21 @@ def test_peft_s_own_dora_is_left_out_whole():
     assert sorted(found.unmatched) == sorted(keys) and not found.patches
 
 
-def test_an_alpha_that_is_not_one_number_is_named_and_factors_without_a_rank_are_left_to_the_check_of_shapes():
-    tensors = write(
-        "ComfyUI with alpha", "double_blocks.0.img_attn.qkv", torch.ones(192, 2), torch.tensor(1.0)
-    )
+def test_an_alpha_that_is_not_one_number_and_factors_that_do_not_fit_the_weight_are_named():
+    module = "double_blocks.0.img_attn.qkv"
+    tensors = write("ComfyUI with alpha", module, torch.ones(192, 2), torch.tensor(1.0))
     alpha = next(key for key in tensors if key.endswith(".alpha"))
     with pytest.raises(InputError, match=rf"'{alpha}' has the shape \[2\], expected one number"):
         read({**tensors, alpha: torch.ones(2)})
     del tensors[alpha]
-    with pytest.raises(InputError, match="do not fit together"):
-        patched(read(tensors))
+    with pytest.raises(InputError, match=f"'{module}.weight' has factors that do not fit together"):
+        read(tensors)
+    larger = write("ComfyUI", module, torch.ones(18432, 2), torch.ones(2, 6144))
+    with pytest.raises(InputError, match=r"\[18432, 6144\], but the weight is \[192, 64\]: .* another model"):
+        read(larger)
+    half = write("diffusers", "transformer_blocks.0.attn.to_q", torch.ones(192, 2), torch.ones(2, 64))
+    with pytest.raises(InputError, match=r"\[192, 64\], but the weight is \[64, 64\]"):
+        read(half)
 
 
 def test_reading_leaves_the_tensors_as_they_are():

@@ -268,6 +268,10 @@ def test_a_lora_that_fits_nothing_and_an_unknown_name_are_errors():
     name = save_lora("foreign.safetensors", {"lora_unet_down_blocks_0_attn.lora_up.weight": torch.ones(2, 2)})
     with pytest.raises(InputError, match="(?s)0 keys applied.*made for another model"):
         ours(tp_model(2), name, 1.0)
+    qkv = "diffusion_model.double_blocks.0.img_attn.qkv"
+    wide = {f"{qkv}.lora_B.weight": torch.ones(18432, 1), f"{qkv}.lora_A.weight": torch.ones(1, 6144)}
+    with pytest.raises(InputError, match=r"^wide\.safetensors: .*\[18432, 6144\].*made for another model"):
+        ours(tp_model(2), save_lora("wide.safetensors", wide), 1.0)
     with pytest.raises(ValueError, match="'nothing.safetensors' is not one of the choices"):
         ours(tp_model(2), "nothing.safetensors", 1.0)
 

@@ -78,7 +78,11 @@ class LoadTPLoRA(io.ComfyNode):
         check_choice("lora_name", lora_name, folder_paths.get_filename_list("loras"))
         if strength_model == 0:
             return io.NodeOutput(model, ui=ui.PreviewText("Strength 0: the LoRA is not applied."))
-        found = read_file(model.model, FILES.read(folder_paths.get_full_path_or_raise("loras", lora_name)))
+        content = FILES.read(folder_paths.get_full_path_or_raise("loras", lora_name))
+        try:
+            found = read_file(model.model, content)
+        except InputError as error:
+            raise InputError(f"{lora_name}: {error}") from None
         text = report(lora_name, found)
         if not found.patches:
             raise InputError(f"{text} It was made for another model.")
