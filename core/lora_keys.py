@@ -250,7 +250,8 @@ def _read_module(
         size = [shapes[at.key][0], prod(shapes[at.key][1:])]
         if at.offset is not None:
             size[at.offset[0]] = at.offset[2]
-        change_of(adapter, *size, at.key)  # raises where it does not fit
+        rows, columns = size
+        change_of(adapter, rows, columns, at.key)  # raises where it does not fit
         found.patches.append(Patch(at.key, adapter, offset=at.offset, swapped=at.swapped))
         used.update([*parts.values(), *numbers.values()])
     for key in keys.values():
