@@ -26,11 +26,16 @@ def executing_node() -> str | None:
 
 
 class StatusLine:
-    """The line of one model. `loader` is the node that handed the model on last: it shows the line too."""
+    """The line of one model. The node that handed the model on, the `loader`, shows it too.
+
+    Of a loader with the same inputs in another workflow ComfyUI takes the model from its cache, and runs no node. So the
+    loader is known by its class and inputs (`made_by`), and by its id where no prompt can be looked at.
+    """
 
     def __init__(self, ranks: int):
         self.ranks = ranks
         self.loader: str | None = None
+        self.made_by: tuple[Any, Any] | None = None
         self._sent_at = 0.0
         self._bytes_per_rank: int | None = None
         self._sigmas: torch.Tensor | None = None
@@ -39,7 +44,9 @@ class StatusLine:
 
     def shown_by_this_node(self) -> None:
         """The node that runs now is the model's loader."""
-        self.loader = executing_node() or self.loader
+        node = executing_node()
+        if node is not None:
+            self.loader, self.made_by = node, running_nodes().get(node)
 
     def starting(self) -> None:
         """The ranks are being started."""
@@ -110,7 +117,7 @@ class StatusLine:
             if not last and now - self._sent_at < INTERVAL_S:
                 return
             self._sent_at = now
-        nodes = [node for node in dict.fromkeys((executing_node(), self.loader)) if node is not None]
+        nodes = [node for node in dict.fromkeys((executing_node(), *self._loaders())) if node is not None]
         if nodes:
             line = {
                 "nodes": nodes,
@@ -120,11 +127,33 @@ class StatusLine:
             }
             send({**line, **figures})
 
+    def _loaders(self) -> list[str | None]:
+        """The ids of the loader in the prompt that runs, as often as it is in there."""
+        nodes = running_nodes()
+        if self.made_by is None or not nodes:
+            return [self.loader]
+        return [node for node, made_by in nodes.items() if made_by == self.made_by]
+
+
+def running_nodes() -> dict[str, tuple[Any, Any]]:
+    """Class and inputs, by id, of the nodes of the prompt that ComfyUI runs; none where no server is."""
+    server, context = server_of_pages(), get_executing_context()
+    running = getattr(getattr(server, "prompt_queue", None), "get_current_queue_volatile", None)
+    if running is None or context is None:
+        return {}
+    for _, prompt_id, prompt, *_ in running()[0]:
+        if prompt_id == context.prompt_id:
+            return {str(id): (node.get("class_type"), node.get("inputs")) for id, node in prompt.items()}
+    return {}
+
 
 def send(line: Mapping[str, Any]) -> None:
     """Hand `line` to ComfyUI's server, for the client whose prompt runs."""
-    # Loaded wherever ComfyUI serves a page; tests and scripts run its nodes without it.
-    module = sys.modules.get("server")
-    server = getattr(getattr(module, "PromptServer", None), "instance", None)
+    server = server_of_pages()
     if server is not None:
         server.send_sync(EVENT, dict(line), server.client_id)
+
+
+def server_of_pages() -> Any:
+    """ComfyUI's server, which is loaded wherever it serves a page; tests and scripts run its nodes without it."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

@@ -57,6 +57,7 @@ class Browser:
         locale: str = "en",
         run: bool = False,
         cancel_at_progress: int | None = None,
+        cancel_in_node: int | None = None,
         cancel_after_s: float | None = None,
         watch: Mapping[str, str] | None = None,
         evaluate: Mapping[str, str] | None = None,
@@ -68,7 +69,7 @@ class Browser:
           default is the file's stem.
         - `fresh`: load the frontend anew, as for a `locale` other than that of the page so far.
         - `run`: press the Run button and wait for the end.
-        - `cancel_at_progress`: press Cancel once a progress message carries this value or more;
+        - `cancel_at_progress`: press Cancel once a progress message (of `cancel_in_node` alone) carries this value or more;
           `cancel_after_s`: so many seconds after the press of Run.
         - `watch`: name -> JavaScript expression, sampled about every 100 ms while the prompt runs; the result
           lists its distinct values in order.
@@ -93,6 +94,7 @@ class Browser:
                 "locale": locale,
                 "run": run,
                 "cancelAtProgress": cancel_at_progress,
+                "cancelInNode": None if cancel_in_node is None else str(cancel_in_node),
                 "cancelAfterMs": None if cancel_after_s is None else 1000 * cancel_after_s,
                 "watch": dict(watch or {}),
                 "evaluate": dict(evaluate or {}),

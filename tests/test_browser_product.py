@@ -201,7 +201,8 @@ def test_cancel_ends_the_run_and_the_line_comes_to_rest(browser, pipeline):
         graph,
         name="product-cancel",
         run=True,
-        cancel_at_progress=100,  # so that the line has had time to move
+        cancel_at_progress=20,  # so that the line has had time to move
+        cancel_in_node=sampler,  # a load has its progress too
         timeout_s=500,
         watch={"sampler": line_of(sampler)},
         evaluate={"line": line_of(sampler)},

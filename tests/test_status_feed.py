@@ -50,6 +50,27 @@ def test_a_line_goes_to_the_node_that_runs_and_to_the_loader(sent, line):
     assert sent == [{"nodes": ["9", "1"], "phase": "ready", "ranks": 2, "bytes_per_rank": 30}]
 
 
+def test_a_line_goes_to_the_loader_of_the_prompt_that_runs_whatever_its_id(sent, line):
+    from comfy_execution.utils import CurrentNodeContext
+
+    loader = {"class_type": "TPLoadModel", "inputs": {"model": "m", "degree": 2}}
+    other = {"class_type": "TPLoadModel", "inputs": {"model": "m", "degree": 1}}
+    first = (0, "one", {"3": loader, "4": {"class_type": "TPSampler", "inputs": {"model": ["3", 0]}}}, {}, [])
+    # The same settings under another id, as in another workflow: ComfyUI takes the model from its cache.
+    second = (1, "two", {"3": other, "7:8": loader, "9": {"class_type": "TPSampler", "inputs": {}}}, {}, [])
+    running = [first]
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: (running, []))
+    sys.modules["server"].PromptServer.instance.prompt_queue = queue
+    with CurrentNodeContext("one", "3"):
+        line.shown_by_this_node()
+    with CurrentNodeContext("one", "4"):
+        line.ready([10, 30])
+    running[:] = [second]
+    with CurrentNodeContext("two", "9"):
+        line.ready([10, 30])
+    assert [entry["nodes"] for entry in sent] == [["4", "3"], ["9", "7:8"]]
+
+
 def test_at_most_four_lines_a_second_are_sent_and_the_last_step_always(sent, line):
     from comfy_tp.comfy_tp_nodes.status_feed import INTERVAL_S
 

@@ -218,15 +218,16 @@ async function runWorkflow(options) {
   if (options.cancelAtProgress !== null || options.cancelAfterMs !== null) {
     doing = 'waiting for the moment to cancel'
     await page.waitForFunction(
-      ([value, ms]) => {
+      ([value, node, ms]) => {
         const run = window.tpRun
         return (
           run.outcome ||
-          (value !== null && run.progress.some((entry) => entry.value >= value)) ||
+          (value !== null &&
+            run.progress.some((entry) => entry.value >= value && (node === null || entry.node === node))) ||
           (ms !== null && performance.now() - run.started >= ms)
         )
       },
-      [options.cancelAtProgress, options.cancelAfterMs],
+      [options.cancelAtProgress, options.cancelInNode, options.cancelAfterMs],
       { timeout: remaining(), polling: 20 }
     )
     doing = 'pressing Cancel'
