@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("in_comfy"), pytest.mark.timeout(600)]
 
 NAME = "small-trained"
 # Measured at two ranks, see core/small/README.md, less three points.
-CAPTIONS_GATE = 0.96
+CAPTIONS_GATE = 0.94
 EDITS_GATE = 0.97
 SAME_PICTURE = 2  # of 255
 
