@@ -243,8 +243,7 @@ class ShardedModel:
             if _table.get(self.key) is self:
                 del _table[self.key]
         log.info("Nothing has used %s for %g s", os.path.basename(self.source.path), IDLE_SECONDS)
-        # No node hands it on any more; under the id of its loader another workflow may have one of another model.
-        self.line.loader = self.line.made_by = None
+        self.line.shown_by_no_loader()
         forget(self)
 
 

@@ -48,6 +48,10 @@ class StatusLine:
         if node is not None:
             self.loader, self.made_by = node, running_nodes().get(node)
 
+    def shown_by_no_loader(self) -> None:
+        """No node hands the model on any more; under its loader's id another workflow may have one of another model."""
+        self.loader = self.made_by = None
+
     def starting(self) -> None:
         """The ranks are being started."""
         self._tell("starting", last=True)
