@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -376,6 +377,19 @@ def test_a_rank_that_dies_during_a_run_ends_it_with_its_name():
     wrapped.add_wrapper(extension.WrappersMP.DIFFUSION_MODEL, kill)
     with pytest.raises(RankError, match="Rank 1 .*killed by signal 9"):
         image(wrapped)
+    assert torch.equal(image(model), before)
+
+
+def test_a_rank_that_dies_while_loading_is_named_and_the_next_load_starts_the_ranks_again():
+    model = load_tp(NAME)
+    before = image(model)
+    group = model.sharded.remote.group
+    model.sharded.unload()
+    os.kill(group.pids[1], signal.SIGSTOP)  # so that the load cannot end before
+    threading.Timer(0.5, os.kill, (group.pids[1], signal.SIGKILL)).start()
+    with pytest.raises(RankError, match=r"Rank 1 \(cpu, pid \d+\) was killed by signal 9"):
+        load_tp(NAME)
+    assert not group.alive and not model.sharded.loaded
     assert torch.equal(image(model), before)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,36 @@ def test_a_single_file_at_four_ranks_and_at_one(tmp_path, model, expected):
     path = save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
     assert rel_l2(sharded_velocity(path, 4, call_inputs()), expected) <= 1e-6
     assert torch.equal(sharded_velocity(path, 1, call_inputs()), expected)
+
+
+# A process of its own for each load, so that what it takes is not what another has left.
+COST = """
+import json, sys
+from thread_ranks import on_ranks
+from comfy_tp.core.checkpoint.files import Checkpoint
+from comfy_tp.core.cli.bench_load import MemoryWatch
+from comfy_tp.core.loading import load_opened, open_model
+opened = [open_model(Checkpoint.open(sys.argv[1])) for _ in range(2)]
+with MemoryWatch() as memory:
+    loaded = on_ranks(2, lambda ranks: load_opened(opened[ranks.rank], ranks))
+print(json.dumps([sum(report.bytes_read for _, report in loaded), memory.anonymous_peak]))
+"""
+
+
+def test_a_single_file_takes_no_more_bytes_and_memory_than_the_diffusers_layout(tmp_path):
+    model = small_flux2(num_attention_heads=16)  # 100 MB: more than an allocator's noise
+    model.save_pretrained(tmp_path / "folder")
+    save_single_file(tmp_path / "model.safetensors", single_file_tensors(model))
+
+    def cost(name: str) -> list[int]:
+        command = [sys.executable, "-c", COST, str(tmp_path / name)]
+        paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        return json.loads(subprocess.check_output(command, env=paths, timeout=120))
+
+    folder, single = cost("folder"), cost("model.safetensors")
+    assert single[0] == folder[0] >= sum(parameter.nbytes for parameter in model.parameters())
+    assert single[1] <= folder[1] + 4_000_000
+    assert folder[1] > 0.9 * folder[0]  # what is watched is there
 
 
 def test_the_configuration_of_a_single_file_follows_from_its_shapes(tmp_path, model):
