@@ -19,12 +19,13 @@ from PIL import Image
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
 from comfy_tp.core.small import draw
-from comfy_tp.core.small.build import pipeline_folder
+from comfy_tp.core.small.build import LORA_NAME, pipeline_folder
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 IMAGES = ROOT / "docs" / "images"
 MODEL = "browser-flux2"
+LORA = "browser-outlines.safetensors"
 LOADERS = {"UNETLoader": "TPLoadModel", "CLIPLoader": "TPLoadCLIP", "VAELoader": "TPLoadVAE"}
 SIZE = 64
 FRONTENDS_OWN = (
@@ -70,6 +71,7 @@ def small(workflow: Mapping[str, Any], *, steps: int, image: str | None = None) 
         "RandomNoise": [seed, "fixed"],
         "LoadImage": [image, "image"],
         "CLIPTextEncode": [demo.EDIT if image else demo.PROMPT],
+        "LoraLoaderModelOnly": [LORA, 1.0],
     }
     for node in made["nodes"]:
         node["type"] = kind = LOADERS.get(node["type"], node["type"])
@@ -93,6 +95,13 @@ def small(workflow: Mapping[str, Any], *, steps: int, image: str | None = None) 
     return made
 
 
+def png(scene: draw.Scene) -> bytes:
+    """A drawn picture as a file."""
+    file = io.BytesIO()
+    Image.fromarray(draw.to_pixels(draw.draw([scene], SIZE))[0]).save(file, "PNG")
+    return file.getvalue()
+
+
 def workflow(word: str) -> dict[str, Any]:
     """The workflow whose file name holds `word`."""
     (path,) = [path for path in WORKFLOWS if word in path.stem]
@@ -114,6 +123,8 @@ def pipeline(comfy: ComfyServer) -> None:
     folder = comfy.models / "diffusers" / MODEL
     if not folder.is_dir():
         shutil.copytree(pipeline_folder(), folder)
+    (comfy.models / "loras").mkdir(exist_ok=True)
+    shutil.copy(pipeline_folder() / "lora" / LORA_NAME, comfy.models / "loras" / LORA)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -173,6 +184,20 @@ def test_run_shows_progress_preview_status_line_and_picture(browser, pipeline):
     keep(seen["screenshots"][-1], "text_to_image.png")
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_workflow_paints_by_the_run_button(browser, comfy, pipeline, path: Path):
+    graph = json.loads(path.read_text())
+    image = None
+    if any(node["type"] == "LoadImage" for node in graph["nodes"]):
+        image = comfy.upload_image(png(draw.Scene("circle", "red", "white")), "every.png")
+    # A picture is shown by a node that is in sight.
+    seen = browser.open(
+        small(graph, steps=2, image=image), name="product-every", run=True, watch={"fit": FIT}
+    )
+    assert seen["missingNodeTypes"] == [] and seen["run"]["outcome"] == "success", seen["run"]["error"]
+    assert [image["width"] for image in seen["run"]["images"] if image["type"] == "SaveImage"] == [SIZE]
+
+
 def test_a_picture_of_the_demo_dropped_on_the_page_opens_the_graph_that_painted_it(
     browser, comfy, pipeline, tmp_path
 ):
@@ -226,10 +251,8 @@ def test_a_stock_sampler_moves_the_line_of_the_loader(browser, pipeline):
 
 
 def test_an_edit_with_a_reference_runs_from_the_browser(browser, comfy, pipeline):
-    picture = io.BytesIO()
-    drawn = draw.draw([draw.Scene("circle", "red", "white")], SIZE)
-    Image.fromarray(draw.to_pixels(drawn)[0]).save(picture, "PNG")
-    graph = small(workflow("edit"), steps=12, image=comfy.upload_image(picture.getvalue(), "reference.png"))
+    picture = comfy.upload_image(png(draw.Scene("circle", "red", "white")), "reference.png")
+    graph = small(workflow("edit"), steps=12, image=picture)
     seen = browser.open(graph, name="product-edit", run=True, timeout_s=500, watch={"fit": FIT})
     assert seen["run"]["outcome"] == "success", seen["run"]["error"]
     assert [image["width"] for image in seen["run"]["images"] if image["type"] == "SaveImage"] == [SIZE]
