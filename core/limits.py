@@ -99,7 +99,7 @@ def published() -> list[Size]:
 
     architecture = architecture_named("flux2")
     sizes = []
-    for name, changes in architecture.published.items():
+    for name, changes in architecture.supported(architecture.published).items():
         model = build_skeleton(architecture.load_class(), changes)
         plan = resolve_plan(model, architecture.plan_of(model), 1)
         planned = {path for path in plan.styles}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from .checkpoint.reader import ReadReport, Wanted, read_shards
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, UnsupportedError
 from .guards import guard
-from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of
+from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of, unknown_settings
 from .parallelize import apply_plan, resolve
 from .plan import ResolvedPlan
 from .ranks import Ranks
@@ -182,23 +181,11 @@ def open_model(
     try:
         opened.pieces = check(checkpoint, layout, {**shapes, **persistent}, ignored=ignored)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_of_a_newer_diffusers(model_class, config)}") from None
+        unknown = unknown_settings(model_class, config)
+        newer = f" If the file is whole, upgrade diffusers: {unknown}." if unknown else ""
+        raise CheckpointError(f"{error}{newer}") from None
     opened.scales = quant.read_scales(checkpoint)
     return opened
-
-
-def _of_a_newer_diffusers(model_class: type, config: Mapping[str, Any]) -> str:
-    """What to add to the error of a model that does not fit: settings that the installed class does not take."""
-    import diffusers
-
-    known = inspect.signature(model_class).parameters
-    unknown = sorted(key for key in config if not key.startswith("_") and key not in known)
-    if not unknown:
-        return ""
-    return (
-        f" The installed diffusers {diffusers.__version__} does not know its setting{'s' if len(unknown) > 1 else ''} "
-        f"{', '.join(unknown[:5])}: if the file is whole, upgrade diffusers."
-    )
 
 
 def load_opened(

@@ -83,8 +83,9 @@ def example_model(
         raise UnsupportedError(
             f"{architecture.name} has no example '{example}'. It has: {', '.join(architecture.examples)}."
         )
-    model_class: Any = architecture.load_class()
-    model = model_class.from_config(dict(architecture.examples[example])).eval()
+    config = architecture.examples[example]
+    model_class: Any = architecture.load_class(config)
+    model = model_class.from_config(dict(config)).eval()
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)

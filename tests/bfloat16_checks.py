@@ -6,9 +6,10 @@ import functools
 from typing import Any
 
 import torch
+from installed import examples
 from torch import nn
 
-from comfy_tp.core.models import ARCHITECTURES, architecture_named
+from comfy_tp.core.models import architecture_named
 from comfy_tp.core.parallelize import apply_plan
 from comfy_tp.core.ranks import Ranks
 from comfy_tp.core.verify import example_inputs, example_model, resolved_for, tensors_of
@@ -17,9 +18,8 @@ from comfy_tp.core.verify import example_inputs, example_model, resolved_for, te
 def before_fork() -> None:
     """The unsharded runs, once for all ranks and degrees."""
     torch.set_num_threads(1)
-    for name in ARCHITECTURES:
-        for example in architecture_named(name).examples:
-            unsharded(name, example)
+    for name, example in examples():
+        unsharded(name, example)
 
 
 @functools.cache

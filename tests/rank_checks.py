@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from installed import examples
 from torch import nn
 
 from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear
-from comfy_tp.core.models import ARCHITECTURES, architecture_named
+from comfy_tp.core.models import architecture_named
 from comfy_tp.core.norm import RMSNormAcrossRanks
 from comfy_tp.core.plan import PackedColwiseParallel, Place, Rowwise, Style
 from comfy_tp.core.ranks import Ranks
@@ -24,8 +25,8 @@ def before_fork() -> None:
     model = example_model(known, "schnell")
     with torch.no_grad():
         model(**example_inputs(known, model.config))
-    for name in ARCHITECTURES:
-        architecture_named(name).load_class()
+    for name, example in examples():
+        architecture_named(name).load_class(architecture_named(name).examples[example])
 
 
 def architecture(ranks: Ranks, name: str, example: str, dtype: str = "float32") -> dict[str, Any]:

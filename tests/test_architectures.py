@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from installed import examples, skip_without
 from ranks_harness import Check, run_on_ranks
 from restart_checks import MODELS
 
@@ -28,11 +29,11 @@ def results(tmp_path_factory) -> dict[int, dict[str, list[Any]]]:
         DEGREES,
         [
             Check(f"{name} {example}", "rank_checks:architecture", {"name": name, "example": example})
-            for name, example in CASES
+            for name, example in examples()
         ]
         + [
             Check(f"bfloat16 {name} {example}", "bfloat16_checks:sharded", {"name": name, "example": example})
-            for name, example in CASES
+            for name, example in examples()
         ]
         + [*restarts, Check("refused", "restart_checks:refused", folder, RESTARTS)],
     )
@@ -41,6 +42,7 @@ def results(tmp_path_factory) -> dict[int, dict[str, list[Any]]]:
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize(("name", "example"), CASES)
 def test_sharded_equals_unsharded(results, name: str, example: str, degree: int) -> None:
+    skip_without(name, architecture_named(name).examples[example])
     for found in results[degree][f"{name} {example}"]:
         assert "error" not in found, found
         assert found["failure"] is None, (found["failed_in"], found["failure"])
@@ -53,6 +55,7 @@ def test_sharded_equals_unsharded(results, name: str, example: str, degree: int)
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize(("name", "example"), CASES)
 def test_bfloat16_is_within_twice_its_own_error(results, name: str, example: str, degree: int) -> None:
+    skip_without(name, architecture_named(name).examples[example])
     for found in results[degree][f"bfloat16 {name} {example}"]:
         assert "error" not in found, found
         assert 1e-3 < found["unsharded"] < 2e-2

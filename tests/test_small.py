@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from installed import skip_without
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -153,6 +154,8 @@ def test_adherence_to_a_few_captions_and_edits(pipeline):
 
 
 def test_the_lora_draws_outlines_only():
+    # The diffusers without klein reads only LoRAs for a model with dev's number of blocks.
+    skip_without("flux2", {"guidance_embeds": False})
     styled = evaluate.load_pipeline()
     names = load_file(build.lora_file()).keys()
     assert all(

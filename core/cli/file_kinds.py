@@ -224,7 +224,8 @@ def resident(kind: FileKind) -> Iterator[int | None]:
     from ..verify import resolved_for
 
     architecture = architecture_named(kind.architecture)
-    model = meta_model(architecture.load_class(), architecture.published[kind.published])
+    config = architecture.published[kind.published]
+    model = meta_model(architecture.load_class(config), config)
     possible = legal(model, architecture.plan_of(model), architecture.heads(model.config))
     for degree in kind.degrees:
         if degree not in possible:

@@ -199,7 +199,7 @@ def rows(architecture: Architecture) -> Iterator[list[str]]:
     from ..verify import resolved_for
 
     for title, config in architecture.published.items():
-        model = meta_model(architecture.load_class(), config)
+        model = meta_model(architecture.load_class(config), config)
         heads = architecture.heads(model.config)
         plan = architecture.plan_of(model)
         degrees = legal(model, plan, heads)

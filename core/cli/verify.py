@@ -77,13 +77,16 @@ def _orders(
     if model in ARCHITECTURES:
         architecture = architecture_named(model)
         architecture.load_class()
+        examples = architecture.supported(architecture.examples)
+        for example in architecture.examples.keys() - examples.keys():
+            print(f"{model} ({example}) needs a newer diffusers and is left out.")
         return [
             (
                 f"{model} ({example})",
                 "verify_example",
                 {"architecture": model, "example": example, "plan": plan},
             )
-            for example in architecture.examples
+            for example in examples
         ]
     if plan is not None:
         raise ConfigError("--plan is for the small examples of an architecture; give its name as MODEL.")

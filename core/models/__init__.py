@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .architecture import ARCHITECTURES, Architecture, architecture_named, architecture_of
+from .architecture import ARCHITECTURES, Architecture, architecture_named, architecture_of, unknown_settings
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_named", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_named", "architecture_of", "unknown_settings"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -88,8 +90,11 @@ class Architecture:
         except (IndexError, ZeroDivisionError):
             return None
 
-    def load_class(self) -> type:
-        """The diffusers model class. Raises `UnsupportedError` when the installed diffusers is too old for it."""
+    def load_class(self, config: Mapping[str, Any] | None = None) -> type:
+        """The diffusers model class, which takes the settings of `config`.
+
+        Raises `UnsupportedError` when the installed diffusers is too old for the class or for one of the settings.
+        """
         import diffusers
 
         if _numbers(diffusers.__version__) < _numbers(self.minimum_diffusers):
@@ -103,7 +108,36 @@ class Architecture:
                 f"diffusers {diffusers.__version__} gives no {self.model_class}, which it should have. See what "
                 f"`python -c 'from diffusers import {self.model_class}'` says, and install it again if that fails."
             )
+        if unknown := unknown_settings(found, config or {}):
+            raise UnsupportedError(f"{self.model_class}: {unknown}. Upgrade diffusers.")
         return found
+
+    def supported(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """Those of `published` or `examples` that the installed diffusers can make."""
+        found = {}
+        for name, config in configs.items():
+            with contextlib.suppress(UnsupportedError):
+                self.load_class(config)
+                found[name] = config
+        return found
+
+
+def unknown_settings(model_class: type, config: Mapping[str, Any]) -> str:
+    """Which settings of a model's `config` the installed class does not take, as a clause; empty when it takes all.
+
+    diffusers itself leaves such a setting out and makes another model: FLUX.2 klein with diffusers 0.36, which does
+    not know `guidance_embeds`, would be one with guidance.
+    """
+    import diffusers
+
+    known = inspect.signature(model_class).parameters
+    unknown = sorted(key for key in config if not key.startswith("_") and key not in known)
+    if not unknown:
+        return ""
+    return (
+        f"the installed diffusers {diffusers.__version__} does not know the setting{'s' if len(unknown) > 1 else ''} "
+        f"{', '.join(unknown[:5])}"
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

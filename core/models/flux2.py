@@ -244,7 +244,7 @@ def bind(model: nn.Module, ranks: Ranks) -> None:
     """
     for block in model.transformer_blocks:
         block.attn.processor = JointAttention(block.attn.processor)
-        if "temb_mod_img" in inspect.signature(type(block).forward).parameters:
+        if splits_modulations(block):
             block.forward = types.MethodType(double_block_forward, block)
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.attn.forward = types.MethodType(attention_forward, block.attn)
@@ -254,9 +254,15 @@ def bind(model: nn.Module, ranks: Ranks) -> None:
     )
 
 
+def splits_modulations(block: nn.Module) -> bool:
+    """Whether a double block of diffusers takes whole modulations and splits them itself, as all since 0.37 do."""
+    return "temb_mod_img" in inspect.signature(type(block).forward).parameters
+
+
 def merged(model: nn.Module) -> int:
-    """All-reduces that `bind` saves in one forward: two per double block, and two of the three modulations'."""
-    return 2 * len(model.transformer_blocks) + 2
+    """All-reduces that `bind` saves in one forward of the model's own: one or two per double block (of its attention
+    and, where the block's forward is ours, its feed-forward), and two of the three modulations'."""
+    return sum(1 + splits_modulations(block) for block in model.transformer_blocks) + 2
 
 
 def predict(

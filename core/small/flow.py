@@ -29,7 +29,6 @@ def new_transformer():
         num_attention_heads=4,
         joint_attention_dim=3 * encoder.WIDTH,
         axes_dims_rope=(8, 8, 8, 8),
-        guidance_embeds=True,
     )
     for name, module in model.named_modules():
         if name.endswith("modulation_img.linear") or name.endswith("modulation_txt.linear"):
