@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, devices: list[dict[str, Any]], figures: di
     )
     print("bounds from these, bf16, 1024x1024 with 512 text tokens (real times are above them):")
     print(
-        f"{'model':24}{'degree':>7}{'GB/rank':>9}{'load cold':>11}{'warm':>8}{'step':>9}{'of it reduce':>14}"
+        f"{'model':24}{'degree':>7}{'GB/rank':>9}{'load cold':>11}{'warm':>8}{'step':>12}{'of it reduce':>14}"
     )
     figures["predictions"] = []
     for size in limits.published():
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace, devices: list[dict[str, Any]], figures: di
             note = "  does not fit" if bound.fits is False else ""
             print(
                 f"{size.name:24}{degree:>7}{row['rank_gb']:>9.1f}{bound.load_cold_s:>9.1f} s{bound.load_warm_s:>6.1f} s"
-                f"{bound.step_s:>7.2f} s{bound.reduce_s:>12.2f} s{note}"
+                f"{bound.step_s:>10.2f} s{bound.reduce_s:>12.2f} s{note}"
             )
 
 
