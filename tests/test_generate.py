@@ -77,6 +77,7 @@ def test_R8_the_documented_script_runs_under_torchrun(pipeline, alone, tmp_path)
     output = tmp_path / "torchrun.png"
     script = Path(__file__).with_name("tensor_parallel_flux2.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--log-dir", str(tmp_path / "logs")]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     run([*torchrun, *meeting, str(script), str(pipeline), str(output)])
     assert difference(output, alone) <= 1

@@ -64,12 +64,14 @@ class Nodes:
         for number, line in enumerate(printed["lines"]):
             program, *words = shlex.split(line)
             assert program == "torchrun"
+            # Without a folder for its logs torchrun makes one in the system's own and leaves it there.
+            logs = ["--log-dir", str(folder / "torchrun")]
             prefix = list(within[number]) if within else []
             more = environments[number] if environments else {}
             with open(folder / f"node{number}.log", "w") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [*prefix, sys.executable, "-m", "torch.distributed.run", *words, *options],
+                        [*prefix, sys.executable, "-m", "torch.distributed.run", *logs, *words, *options],
                         stdout=log,
                         stderr=log,
                         env={**os.environ, "OMP_NUM_THREADS": "1", **more},
