@@ -84,35 +84,104 @@ def image(model, steps: int = 2) -> torch.Tensor:
     return ksampler(model, conditioning(), conditioning(), latent(), steps=steps)
 
 
-@often(5, 50)
-@pytest.mark.usefixtures("in_comfy")
-def test_cancels_at_random_moments_take_effect_soon_and_the_next_image_is_right(table, count):
-    import comfy.model_management as management
+def resources(model) -> tuple[list[int], list[int]]:
+    """Of this process and of each rank: resident bytes; and what may not grow at all, descriptors and threads."""
+    group = model.sharded.remote.group if model.sharded.remote else model.sharded._group(None)
+    ranks = group.status()["ranks"]
+    fixed = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ["self", *group.pids]]
+    fixed += [threading.active_count(), *(entry["threads"] for entry in ranks)]
+    return [resident_bytes(), *(entry["rss_bytes"] for entry in ranks)], fixed
 
-    small_model()
-    model = load_tp(NAME)
-    expected = image(model)
-    row = Row("Cancel in ComfyUI, in the load or in the run")
-    generator = random.Random(count)
-    for index in range(count):
-        if index % 3 == 0:
-            model.sharded.unload()
+
+def growth(before: list[int], after: list[int]) -> tuple[float, str]:
+    """How much the process that grew most grew, and a remark that names all."""
+    parts = [new / old - 1 for new, old in zip(after, before, strict=True)]
+    text = ", ".join(
+        f"{who} {part:+.1%}" for who, part in zip(("ComfyUI", "rank 0", "rank 1"), parts, strict=True)
+    )
+    return max(parts), f"resident memory {text}"
+
+
+class Cancels:
+    """Cancels of a prompt at random moments of one kind; each gives the seconds until it took effect, if it shall."""
+
+    def __init__(self, model, count: int):
+        self.model = model
+        self.random = random.Random(count)
+        started = time.monotonic()
+        image(model, steps=40)
+        self.step = (time.monotonic() - started) / 40
+        model.sharded.unload()
+        started = time.monotonic()
+        image(model, steps=1)
+        self.load = time.monotonic() - started
+
+    def in_the_load(self) -> float:
+        self.model.sharded.unload()
+        return self._after(self.random.random() * self.load)
+
+    def in_the_first_step(self) -> float:
+        return self._after(self.random.random() * self.step)
+
+    def in_a_late_step(self) -> float:
+        return self._after((20 + 40 * self.random.random()) * self.step)
+
+    def between_prompts(self) -> None:
+        """ComfyUI forgets it at the start of the next prompt."""
+        import comfy.model_management as management
+
+        management.interrupt_current_processing()
+        management.interrupt_current_processing(False)
+
+    def _after(self, seconds: float) -> float:
+        import comfy.model_management as management
+
         pressed = []
 
-        def press(pressed=pressed):
+        def press() -> None:
             pressed.append(time.monotonic())
             management.interrupt_current_processing()
 
-        timer = threading.Timer(generator.random() * 0.5, press)
+        timer = threading.Timer(seconds, press)
         timer.start()
         with pytest.raises(management.InterruptProcessingException):
-            image(model, steps=5000)
-        row.seconds.append(time.monotonic() - pressed[0])
-        row.injected += 1
+            image(self.model, steps=5000)
+        took = time.monotonic() - pressed[0]
         timer.join(5)
+        return took
+
+
+@often(8, 52)
+@pytest.mark.usefixtures("in_comfy")
+def test_cancels_at_random_moments_take_effect_soon_and_the_next_image_is_right(table, count):
+    small_model()
+    model = load_tp(NAME)
+    expected = image(model)
+    row = Row("Cancel in ComfyUI: in the load, in the first step, in a late step, between prompts")
+    cancels = Cancels(model, count)
+    moments = (
+        cancels.in_the_load,
+        cancels.in_the_first_step,
+        cancels.in_a_late_step,
+        cancels.between_prompts,
+    )
+    for moment in moments:
+        moment()
+    image(model)
+    memory, fixed = resources(model)
+    for index in range(count):
+        took = moments[index % len(moments)]()
+        row.seconds += [] if took is None else [took]
+        row.injected += 1
         row.recovered += bool(torch.equal(image(model), expected))
+    after, fixed_after = resources(model)
+    grown, text = growth(memory, after)
+    row.remark = f"a step took {cancels.step:.2f} s, a load {cancels.load:.2f} s; {text}"
     table.append(row)
     assert row.recovered == count
+    assert max(row.seconds) < cancels.step + 0.3, row.seconds
+    assert fixed_after == fixed
+    assert grown < 0.02, row.remark
 
 
 @often(4, 50)
@@ -129,28 +198,19 @@ def test_loading_running_and_unloading_again_and_again_keeps_memory_descriptors_
         row.injected += 1
         model.sharded.unload()
 
-    def state() -> tuple[list[int], list[int]]:
-        group = model.sharded.remote.group if model.sharded.remote else model.sharded._group(None)
-        ranks = group.status()["ranks"]
-        fixed = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ["self", *group.pids]]
-        fixed += [threading.active_count(), *(entry["threads"] for entry in ranks)]
-        return [resident_bytes(), *(entry["rss_bytes"] for entry in ranks)], fixed
-
     for _ in range(3):
         cycle()
-    memory, fixed = state()
+    memory, fixed = resources(model)
     row.injected = row.recovered = 0
     for _ in range(count):
         cycle()
-    after, fixed_after = state()
-    growth = [new / old - 1 for new, old in zip(after, memory, strict=True)]
-    row.remark = "resident memory " + ", ".join(
-        f"{who} {part:+.1%}" for who, part in zip(("ComfyUI", "rank 0", "rank 1"), growth, strict=True)
-    )
+    after, fixed_after = resources(model)
+    grown, text = growth(memory, after)
+    row.remark = f"{text}; descriptors and threads as before"
     table.append(row)
     assert row.recovered == count
     assert fixed_after == fixed
-    assert max(growth) < 0.02, row.remark
+    assert grown < 0.02, row.remark
 
 
 class OneGroup:
