@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -95,6 +98,30 @@ def test_a_name_that_is_taken_leaves_no_part_of_a_file(tmp_path):
     with pytest.raises(CheckpointError, match=f"{taken} cannot be written"):
         save_alone(tmp_path, {name: torch.ones(4) for name in "abc"}, max_shard_bytes=16)
     assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_one_and_nothing_of_a_save_that_goes_on(tmp_path):
+    writing = FileStream(tmp_path / "other.safetensors", {"a": (torch.float32, (1,))})
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = set(os.listdir(tmp_path)) - {writing._temporary.name}
+    assert left.startswith(".m.safetensors.") and left.endswith(".tmp")
+    write_file(tmp_path / "n.safetensors", {"a": (torch.float32, (1,))}, [("a", torch.ones(1))])
+    assert sorted(os.listdir(tmp_path)) == [writing._temporary.name, "n.safetensors"]
+    writing.write("a", torch.ones(1))
+    writing.finish()
+    writing.publish()
+    assert sorted(os.listdir(tmp_path)) == ["n.safetensors", "other.safetensors"]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from comfy_tp.core.checkpoint.writer import FileStream
+
+FileStream(sys.argv[1] + "/m.safetensors", {"a": (torch.float32, (1,))})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_whatever_stops_a_rank_from_writing_is_told_to_the_others_first():

@@ -90,7 +90,7 @@ def write_rank_file(
         try:
             for name in file_order(table):
                 stream.write(name, shards[name])
-            stream.close()
+            stream.finish()
         except BaseException:
             stream.abort()
             raise

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -41,7 +43,7 @@ def write_file(
     try:
         for name, tensor in tensors:
             stream.write(name, tensor)
-        stream.close()
+        stream.finish()
     except BaseException:
         stream.abort()
         raise
@@ -51,6 +53,28 @@ def write_file(
 def file_order(table: Table) -> list[str]:
     """The order of tensors in a file: wide elements first, so that each lies at a multiple of its size, then names."""
     return sorted(table, key=lambda name: (-table[name][0].itemsize, name))
+
+
+TEMPORARY = re.compile(r"\..+\.safetensors\.\d+\.tmp")
+
+
+def open_temporary(path: Path) -> BinaryIO:
+    """A new file at `path`, locked while it is open; what a killed process left in its folder is removed first.
+
+    A leftover is a file of such a name whose lock is free: a process that ends in any way gives its locks back.
+    """
+    for name in os.listdir(path.parent):
+        if TEMPORARY.fullmatch(name):
+            with contextlib.suppress(OSError), open(path.parent / name, "rb") as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (path.parent / name).unlink()
+    while True:
+        file = open(path, "wb", buffering=0)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # removed as a leftover between the two calls
 
 
 class FileStream:
@@ -84,7 +108,7 @@ class FileStream:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         try:
-            self._file = open(self._temporary, "wb", buffering=0)
+            self._file = open_temporary(self._temporary)
         except OSError as error:
             raise self._refusal(error) from None
         try:
@@ -108,13 +132,12 @@ class FileStream:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def close(self) -> None:
-        """Finish the temporary file and put it safely on disk."""
+    def finish(self) -> None:
+        """Put the whole temporary file safely on disk. It stays open, so that no other save takes it for a leftover."""
         if self._next != len(self._order):
             raise ValueError(f"{self.path} lacks '{self._order[self._next]}'")
         try:
             os.fsync(self._file.fileno())
-            self._file.close()
         except OSError as error:
             raise self._refusal(error) from None
 
@@ -122,6 +145,7 @@ class FileStream:
         """Give the finished file its name."""
         try:
             os.replace(self._temporary, self.path)
+            self._file.close()
         except OSError as error:
             self.abort()
             raise self._refusal(error) from None
@@ -187,7 +211,7 @@ def save_pretrained(
                     _, failure = attempt(stream.write, name, full)
                 raise_together(group, degree, rank, failure, others)
             if stream is not None:
-                _, failure = attempt(stream.close)
+                _, failure = attempt(stream.finish)
                 finished.append(stream)
                 stream = None
             raise_together(group, degree, rank, failure, others)
