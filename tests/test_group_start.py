@@ -181,8 +181,8 @@ def test_the_async_allocator_is_taken_out_of_the_settings(given, left):
 
 WRONG_SUMS = """
 import os
-from pathlib import Path
-from comfy_tp.core.group import pulse, rank
+import time
+from comfy_tp.core.group import rank
 
 true_test = rank.self_test
 
@@ -191,33 +191,44 @@ def wrong_test(*arguments):
     assert wrong is None
     if os.environ.get("NCCL_P2P_DISABLE"):
         return None
-    if {exits}:
-        raise SystemExit(pulse.EXIT_SELF_TEST)
+    if {hangs}:
+        time.sleep(600)
     return "an all-reduce gave wrong sums"
 
 rank.self_test = wrong_test
+rank.SELF_TEST_TIMEOUT = 2.0
+if {nccl}:
+    rank.p2p_in_use = lambda group: not os.environ.get("NCCL_P2P_DISABLE")
 COMMANDS = {{}}
 """
 
 
-def test_wrong_sums_end_the_start(tmp_path):
+@pytest.mark.parametrize(
+    ("hangs", "text"),
+    [
+        (False, "an all-reduce gave wrong sums"),
+        (True, "an all-reduce over 2 ranks did not end within 2 s"),
+    ],
+)
+def test_wrong_sums_or_none_end_the_start(tmp_path, hangs, text):
     table = tmp_path / "table.py"
-    table.write_text(WRONG_SUMS.format(exits=False))
-    with pytest.raises(
-        RankError, match="The start-up test failed on rank . .cpu.: an all-reduce gave wrong sums"
-    ):
+    table.write_text(WRONG_SUMS.format(hangs=hangs, nccl=False))
+    with pytest.raises(RankError, match=rf"The start-up test failed on rank . \(cpu\): {text}\."):
         RankGroup.start(["cpu", "cpu"], commands=f"{table}:COMMANDS", log_dir=tmp_path / "logs")
 
 
-def test_wrong_sums_of_nccl_start_the_ranks_again_without_p2p_and_say_so(tmp_path):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_wrong_sums_or_none_of_nccl_start_the_ranks_again_without_p2p_and_say_so(tmp_path, hangs):
     table = tmp_path / "table.py"
-    table.write_text(WRONG_SUMS.format(exits=True))
+    table.write_text(WRONG_SUMS.format(hangs=hangs, nccl=True))
     with RankGroup.start(["cpu", "cpu"], commands=f"{table}:COMMANDS", log_dir=tmp_path / "logs") as group:
         assert group.request("ping").header["degree"] == 2
         assert group.notes == [
-            "The collectives gave wrong sums on these devices; started again with NCCL_P2P_DISABLE=1."
+            "The collectives gave wrong sums on these devices, or none; started again with NCCL_P2P_DISABLE=1."
         ]
         assert group.status()["notes"] == group.notes
+    logs = (tmp_path / "logs" / "rank-0.log").read_text() + (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "Try again with NCCL_P2P_DISABLE=1." in logs
 
 
 def test_the_self_test_knows_a_wrong_sum(tmp_path, monkeypatch):

@@ -132,7 +132,8 @@ class Launcher:
                 return
             if failure.get("self_test") and attempt == 0:
                 note = (
-                    "The collectives gave wrong sums on these devices; started again with NCCL_P2P_DISABLE=1."
+                    "The collectives gave wrong sums on these devices, or none; started again with "
+                    "NCCL_P2P_DISABLE=1."
                 )
                 log.warning(note)
                 self.tell("note", text=note)

@@ -35,7 +35,7 @@ from .failure import describe
 from .judge import Judge
 from .port import ClientPort
 from .pulse import PulseFile, RankPulse
-from .rank import CommandLoop, PeerLost, RankContext, join_group, load_commands, open_device, self_test
+from .rank import CommandLoop, PeerLost, RankContext, join_group, load_commands, open_device, run_self_test
 from .secret import make_token, read_token
 
 log = logging.getLogger("comfy_tp.node")
@@ -176,16 +176,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit("comfy_tp.core.group.node runs under torchrun; see --help and the documentation")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    code = 1
     try:
         _serve(options, rank)
-    except PeerLost as error:
+    except BaseException as error:
+        _end(error, rank)
+
+
+def _end(error: BaseException, rank: int) -> NoReturn:
+    """End this process, whatever its other threads do, with what ended the rank in its log."""
+    code = 1
+    if isinstance(error, PeerLost):
         log.error("the group is broken: %s", error)
         code = life.EXIT_PEER_LOST
-    except (ConfigError, RankError) as error:
+    elif isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+    elif isinstance(error, (ConfigError, RankError)):
         log.error("%s", error)
-    except Exception:
-        log.exception("rank %d ended", rank)
+    else:
+        log.error("rank %d ended", rank, exc_info=error)
     sys.stderr.flush()
     os._exit(code)
 
@@ -212,11 +220,7 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
         rank=rank,
         world_size=degree,
     )
-    wrong = self_test(data, rank, degree, device)
-    if wrong:
-        raise RankError(
-            f"The start-up test failed on rank {rank} ({device}): {wrong}. Try again with NCCL_P2P_DISABLE=1."
-        )
+    run_self_test(data, rank, degree, device, failed=lambda error: _end(error, rank))
     context = RankContext(rank, degree, device, data, control, pulse)
     devices = context.gather(f"{name}@{socket.gethostname()}")
     port = None

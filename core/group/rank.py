@@ -54,6 +54,8 @@ Command = Callable[["RankContext", dict, list[torch.Tensor]], tuple[dict, Sequen
 _GOES_ON, _CANCELS, _FINISHED, _STOPPED, _FAILED = 0, 1, 2, 3, 4
 _NOTHING, _COMMAND, _FORGET = 0, 1, 2
 GROUP_ENDS = 0
+# Of the start-up test: GPUs whose P2P is broken often do not give wrong sums, but none at all.
+SELF_TEST_TIMEOUT = 60.0
 _BLOCK = 4096
 _BLOCK_HEAD = struct.Struct("<QQQQQ")
 
@@ -523,6 +525,44 @@ def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: t
     return None
 
 
+def run_self_test(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    degree: int,
+    device: torch.device,
+    failed: Callable[[BaseException], None],
+) -> None:
+    """`self_test`, in bounded time.
+
+    Raises RankError where it fails, or `SystemExit(EXIT_SELF_TEST)` where it may pass without P2P. Where it does not
+    end, `failed` is called with the same, in another thread, and must end this process.
+    """
+
+    def failure(wrong: str) -> BaseException:
+        hint = " Try again with NCCL_P2P_DISABLE=1." if p2p_in_use(group) else ""
+        text = f"The start-up test failed on rank {rank} ({device}): {wrong}.{hint}"
+        if not hint:
+            return RankError(text, rank=rank)
+        log.error("%s", text)
+        return SystemExit(life.EXIT_SELF_TEST)
+
+    late = f"an all-reduce over {degree} ranks did not end within {SELF_TEST_TIMEOUT:g} s"
+    timer = threading.Timer(SELF_TEST_TIMEOUT, lambda: failed(failure(late)))
+    timer.daemon = True
+    timer.start()
+    try:
+        wrong = self_test(group, rank, degree, device)
+    finally:
+        timer.cancel()
+    if wrong:
+        raise failure(wrong)
+
+
+def p2p_in_use(group: dist.ProcessGroup | None) -> bool:
+    """Whether the collectives may go directly from GPU to GPU."""
+    return dist.get_backend(group) == "nccl" and not os.environ.get("NCCL_P2P_DISABLE")
+
+
 def check_device(device: torch.device) -> None:
     """After an error: raise DeviceBroken where the device can do nothing more in this process."""
     try:
@@ -595,16 +635,22 @@ def main(folder_name: str, rank: int) -> NoReturn:
     end_with_lifetime()
     stacks = open(folder / f"stacks-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    code = 1
     try:
         _serve(folder, rank)
-    except PeerLost as error:
+    except BaseException as error:
+        _end(folder, rank, error)
+
+
+def _end(folder: Path, rank: int, error: BaseException) -> NoReturn:
+    """End this process, whatever its other threads do, with what ended the rank written down for the launcher."""
+    code = 1
+    if isinstance(error, PeerLost):
         log.error("the group is broken: %s", error)
         code = life.EXIT_PEER_LOST
-    except SystemExit as error:
+    elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:
-        traceback.print_exc()
+    else:
+        traceback.print_exception(error)
         write_error(folder / f"ended-{rank}.json", describe(error, rank, "its device"))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -630,13 +676,7 @@ def _serve(folder: Path, rank: int) -> NoReturn:
         device, config["backend"], config["collective_timeout"], store=store, rank=rank, world_size=degree
     )
     pulse.mark("testing the collectives")
-    wrong = self_test(data, rank, degree, device)
-    if wrong:
-        error = RankError(f"The start-up test failed on rank {rank} ({device}): {wrong}.", rank=rank)
-        if config["backend"] == "nccl" and not os.environ.get("NCCL_P2P_DISABLE"):
-            log.error("%s", error)
-            raise SystemExit(life.EXIT_SELF_TEST)
-        raise error
+    run_self_test(data, rank, degree, device, failed=lambda error: _end(folder, rank, error))
     context = RankContext(rank, degree, device, data, control, pulse)
     port = None
     if rank == 0:
