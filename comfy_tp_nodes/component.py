@@ -18,7 +18,7 @@ from ..core.errors import UnsupportedError
 from ..core.remote import RemoteModel
 from .devices import place, remote_address
 from .errors import comfy_errors
-from .patcher import POLICY, OnRanks, load_with_progress
+from .patcher import POLICY, STUBS, OnRanks, add_stubs, load_with_progress
 from .sharded import ShardedModel, sharded_model
 from .source import ModelSource
 
@@ -66,6 +66,7 @@ class RemoteModule(torch.nn.Module):
         self.sharded = sharded
         self.policy = policy
         self.device: torch.device | None = None
+        self.device_shards: dict[str, Any] = {}  # device -> what stands for its shards
         self._holds = 0
         sharded.serve(self)
 
@@ -104,7 +105,12 @@ class ComponentPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         """A patcher on ComfyUI's own device."""
         patcher = cls(module, comfy.model_management.get_torch_device(), torch.device("cpu"))
         patcher.model_options[POLICY] = "keep" if module.policy == "keep" else "release"
+        add_stubs(patcher)
         return patcher
+
+    def model_patches_models(self) -> list[Any]:
+        """What `load_models_gpu` loads with this model, and makes room for: the shards on the other devices."""
+        return [*super().model_patches_models(), *self.get_additional_models_with_key(STUBS)]
 
     def partially_load(self, device_to: Any, *args: Any, **kwargs: Any) -> int:
         """Put the weights on the ranks. Returns the bytes that came onto the patcher's device."""

@@ -66,10 +66,10 @@ class OnRanks:
         """
         if self.policy == KEEP:
             return memory_to_free
-        freed = self.loaded_size()
+        before = self.loaded_size()
         self.sharded.make_room(self.policy)
         self.model.device = self.offload_device
-        return freed
+        return before - self.loaded_size()
 
     def leave_devices(self) -> None:
         """ComfyUI unloads the model: shards are parked where the policy says so, and freed elsewhere."""
@@ -231,23 +231,27 @@ def load_with_progress(sharded: ShardedModel) -> None:
 def make_patcher(model: Any, policy: str) -> ShardedPatcher:
     """A MODEL for `model`, with a stub for each device of its ranks on this machine that is not ComfyUI's own."""
     own = comfy.model_management.get_torch_device()
-    offload = torch.device("cpu")
-    patcher = related(ShardedPatcher(model, own, offload))
+    patcher = related(ShardedPatcher(model, own, torch.device("cpu")))
     patcher.model_options[POLICY] = policy
+    add_stubs(patcher)
+    return patcher
+
+
+def add_stubs(patcher: Any) -> None:
+    """Give `patcher` a stub for each device of its model's ranks on this machine that is not its own."""
+    model, placement = patcher.model, patcher.sharded.placement
     stubs = []
-    placement = model.sharded.placement
     here = placement.devices if placement.address is None else ()
-    for name in sorted(set(here) - {str(own)}):
+    for name in sorted(set(here) - {str(patcher.load_device)}):
         device = torch.device(name)
         if device.type == "cpu":
             continue
         shards = model.device_shards.setdefault(name, DeviceShards(model.sharded))
-        stub = related(StubPatcher(shards, device, offload))
-        stub.model_options[POLICY] = policy
+        stub = related(StubPatcher(shards, device, patcher.offload_device))
+        stub.model_options[POLICY] = patcher.policy
         stubs.append(stub)
     if stubs:
         patcher.set_additional_models(STUBS, stubs)
-    return patcher
 
 
 def related(patcher: Any) -> Any:
@@ -267,7 +271,10 @@ def related(patcher: Any) -> Any:
 
 
 def list_as_loaded(patcher: ShardedPatcher) -> None:
-    """Have ComfyUI list the shards on every device as loaded, as it does itself after a load that did not fail."""
+    """Have ComfyUI list the shards on every device as loaded, as it does itself after a load that did not fail.
+
+    So it can reclaim them: after a load that failed later on, and where it took them off its list during a run.
+    """
     listed = comfy.model_management.current_loaded_models
     for one in (patcher, *patcher.get_additional_models_with_key(STUBS)):
         if any(entry.model is one for entry in listed):

@@ -24,17 +24,21 @@ FOLLOW_LINKS = "COMFY_TP_FOLLOW_LINKS"
 class Component:
     """A part of a pipeline that a loader offers: its folder's name in a pipeline, and ComfyUI's folders to look in.
 
-    `input` is the loader's input, for errors. `single_files` of the first folder are offered too.
+    `input` is the loader's input, for errors. `single_files` of the first folder are offered too. `beside` are the
+    folders of the pipeline that the loader reads with it.
     """
 
     name: str
     folders: tuple[str, ...]
     input: str
     single_files: bool = False
+    beside: tuple[str, ...] = ()
 
 
 TRANSFORMER = Component("transformer", ("diffusion_models", "diffusers"), "model", single_files=True)
-TEXT_ENCODER = Component("text_encoder", ("text_encoders", "diffusers"), "text_encoder")
+TEXT_ENCODER = Component(
+    "text_encoder", ("text_encoders", "diffusers"), "text_encoder", beside=("tokenizer",)
+)
 VAE = Component("vae", ("vae", "diffusers"), "vae")
 
 
@@ -111,6 +115,10 @@ def component_path(component: Component, name: str) -> Path:
     Raises `ConfigError` for a name that leads out of ComfyUI's model folders (absolute, `..`, a link to elsewhere)
     or that is not there.
     """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{component.input}: a name is text, got {type(name).__name__}. Choose one from the list."
+        )
     pure = PurePosixPath(name.replace("\\", "/"))
     if (
         not name.strip()
@@ -126,10 +134,12 @@ def component_path(component: Component, name: str) -> Path:
     roots = [Path(root) for kind in component.folders for root in folder_paths.get_folder_paths(kind)]
     for root in roots:
         path = root / pure
-        if path.is_dir() and not holds_model(path) and holds_model(path / component.name):
+        if os.path.isdir(path) and not holds_model(path) and holds_model(path / component.name):
             path = path / component.name
-        if (path.is_file() and component.single_files) or holds_model(path):
-            _stay_inside(component, path, roots, name)
+        if (os.path.isfile(path) and component.single_files) or holds_model(path):
+            for part in (path, *(path.parent / folder for folder in component.beside)):
+                if part.exists():
+                    _stay_inside(component, part, roots, name)
             return path
     raise ConfigError(
         f"{component.input}: there is no '{name}' in {' or '.join(component.folders)}. Put it there, press R to refresh "

@@ -135,7 +135,6 @@ SEAMS: dict[str, tuple[str, ...] | None] = {
     "comfy.utils.PROGRESS_BAR_ENABLED": None,
     "comfy.utils.ProgressBar": ("total",),
     "comfy.utils.ProgressBar.update_absolute": ("self", "value", "total"),
-    "comfy.utils.load_torch_file": ("ckpt", "safe_load", "return_metadata"),
     "comfy.utils.repeat_to_batch_size": ("tensor", "batch_size"),
     "comfy.utils.swap_scale_shift": ("weight",),
     "comfy.weight_adapter.WeightAdapterBase": None,

@@ -188,9 +188,12 @@ class ShardedModel:
         """
         if self.placement.address is not None:
             return
-        if policy == PARK and self.park() > 0:
-            log.info("Parked the shards of %s in host memory", os.path.basename(self.source.path))
-            return
+        if policy == PARK:
+            if self.parked:
+                return
+            if self.park() > 0:
+                log.info("Parked the shards of %s in host memory", os.path.basename(self.source.path))
+                return
         if self.loaded:
             log.info("Unloading the shards of %s", os.path.basename(self.source.path))
         self.unload()
@@ -252,13 +255,13 @@ _table_lock = threading.RLock()
 
 
 def sharded_model(source: ModelSource, placement: Placement, dtype: str) -> ShardedModel:
-    """The model of these files on these ranks: the known one, or a new one that is not loaded yet."""
+    """The model of these files on these ranks: the known one, or a new one that is not loaded yet.
+
+    A new one is known as soon as a ComfyUI model uses it, so that a loader that fails leaves none behind.
+    """
     key = ModelKey(source.fingerprint, dtype, placement.devices, placement.backend, placement.address)
     with _table_lock:
-        found = _table.get(key)
-        if found is None:
-            found = _table[key] = ShardedModel(key, source, placement, dtype)
-        return found
+        return _table.get(key) or ShardedModel(key, source, placement, dtype)
 
 
 def known_models() -> list[ShardedModel]:

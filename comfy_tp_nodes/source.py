@@ -38,8 +38,8 @@ class ModelSource:
         """The text encoder or VAE that the core has recognised; only the tensors that are read count."""
         pieces = {piece.tensor for pieces in opened.pieces.values() for piece in pieces}
         stored, values = _sizes(checkpoint.entries[name] for name in pieces)
-        fingerprint = checkpoint.fingerprint()
-        return cls(checkpoint.path, opened.architecture, opened.config, fingerprint, stored, values, kind)
+        files = fingerprint(Path(checkpoint.path))
+        return cls(checkpoint.path, opened.architecture, opened.config, files, stored, values, kind)
 
     @classmethod
     def open(cls, path: Path) -> ModelSource:
@@ -50,7 +50,7 @@ class ModelSource:
         checkpoint = Checkpoint.open(path)
         architecture, config = _recognise(checkpoint)
         stored, values = _sizes(checkpoint.entries.values())
-        return cls(str(path), architecture, config, checkpoint.fingerprint(), stored, values)
+        return cls(str(path), architecture, config, fingerprint(path), stored, values)
 
     @property
     def heads(self) -> int | None:
@@ -77,12 +77,14 @@ class ModelSource:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Path, size and modification time (ns) of every file of the model at `path`, without opening them."""
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors"))
-    )
+    """Path, size and modification time (ns) of every file of the model at `path`, without opening them.
+
+    Equal fingerprints mean the same model: the settings beside the weights count too.
+    """
+    if path.is_file():
+        files = [path, *(beside for beside in [path.with_name("config.json")] if beside.is_file())]
+    else:
+        files = sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".sft"))
     found = []
     for file in files:
         status = file.stat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import shutil
@@ -259,6 +260,44 @@ def test_unload_models_frees_encoder_and_vae_and_they_come_back(clip, vae):
     assert stock("VAEDecode", vae, latent(seed=4)).equal(before[1])
 
 
+@pytest.mark.parametrize("load", [load_clip, load_vae])
+def test_what_the_ranks_hold_on_further_devices_is_counted_and_gets_room_there(folder, monkeypatch, load):
+    import comfy.model_management as management
+
+    from comfy_tp.comfy_tp_nodes.component import ComponentPatcher
+
+    own = load().patcher
+    sharded = own.model.sharded
+    sharded.load()
+    # The shards pass for lying on two GPUs.
+    devices = ("cuda:0", "cuda:1")
+    monkeypatch.setattr(sharded, "placement", dataclasses.replace(sharded.placement, devices=devices))
+    monkeypatch.setattr(management, "get_torch_device", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(management, "soft_empty_cache", lambda force=False: None)
+    asked = []
+
+    def free_memory(device=None, torch_free_too=False):
+        return (1 << 40, 0) if torch_free_too else 1 << 40
+
+    monkeypatch.setattr(management, "get_free_memory", free_memory)
+    free = management.free_memory
+    monkeypatch.setattr(
+        management,
+        "free_memory",
+        lambda need, device, *rest: asked.append((str(device), need)) or free(need, device, *rest),
+    )
+    patcher = ComponentPatcher.of(own.model)
+    (stub,) = patcher.get_additional_models()
+    assert [patcher.model_size(), stub.model_size()] == sharded.info.resident_bytes
+    decode = 7 << 30  # what the work itself needs, on every device
+    management.load_models_gpu([patcher], memory_required=decode)
+    listed = {entry.model: str(entry.device) for entry in management.current_loaded_models}
+    assert listed[patcher] == "cuda:0" and listed[stub] == "cuda:1"
+    assert all(any(device == name and need >= decode for name, need in asked) for device in devices)
+    management.unload_all_models()
+    assert not sharded.loaded
+
+
 def test_the_text_encoder_of_another_model_is_refused_with_both_widths(in_comfy, clip):  # noqa: F811
     path = in_comfy / "models/diffusion_models/narrow-flux2"
     if not path.is_dir():
@@ -322,11 +361,15 @@ def test_the_ends_of_the_seeds_range_give_ksamplers_latent(folder, clip, seed):
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(folder):
+    from comfy_tp.comfy_tp_nodes.sharded import known_models
+
     bare = folder.with_name("no-tokenizer")
     shutil.copytree(folder, bare, dirs_exist_ok=True)
     shutil.rmtree(bare / "tokenizer")
     with pytest.raises(ConfigError, match=r"There is no tokenizer in .*no-tokenizer.*Put the pipeline's"):
         load_clip("no-tokenizer")
+    # Nor is a model remembered that nothing will ever use.
+    assert not any("no-tokenizer" in known.source.path for known in known_models())
 
 
 def test_a_folder_with_another_encoder_or_vae_is_refused_by_name(folder):

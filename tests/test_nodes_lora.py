@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from comfy_inprocess import (
     tp_model,
 )
 
-from comfy_tp.core.errors import InputError, UnsupportedError
+from comfy_tp.core.errors import CheckpointError, InputError, UnsupportedError
 
 TOLERANCE = 1e-5  # fp32; sums over ranks and low-rank products are taken in another order
 DEGREES = (2, 4)
@@ -280,10 +281,50 @@ def test_a_damaged_lora_file_is_an_error_that_names_it():
     name = save_lora("damaged.safetensors", {"x": torch.ones(2)})
     path = import_comfy() / "models/loras" / name
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(
-        InputError, match=r"damaged\.safetensors cannot be read as a LoRA .*Download it again"
-    ):
+    with pytest.raises(CheckpointError, match=r"damaged\.safetensors: its header claims .*download it again"):
         ours(tp_model(2), name, 1.0)
+
+
+def test_a_lora_that_was_read_lasts_when_its_file_shrinks_afterwards():
+    from comfy_tp.comfy_tp_nodes.nodes.load_lora import FILES
+
+    name = save_lora("shrinks.safetensors", {"x": torch.arange(1 << 20)})
+    path = import_comfy() / "models/loras" / name
+    tensors, _ = FILES.read(str(path))
+    os.truncate(path, 100)
+    assert torch.equal(tensors["x"], torch.arange(1 << 20))
+
+
+def test_the_loras_that_were_read_last_are_kept_up_to_a_number_of_bytes(monkeypatch):
+    from comfy_tp.comfy_tp_nodes.nodes import load_lora
+
+    files = load_lora.LoraFiles()
+    monkeypatch.setattr(load_lora, "KEPT_BYTES", 10_000)
+    folder = import_comfy() / "models/loras"
+    paths = [
+        str(folder / save_lora(f"kept-{n}.safetensors", {"x": torch.ones(n)}))
+        for n in (1000, 1001, 1002, 9000)
+    ]
+    first, second, third = (files.read(path) for path in paths[:3])
+    assert files.read(paths[1]) is second and files.read(paths[2]) is third
+    assert files.read(paths[0]) is not first
+    large = files.read(paths[3])
+    assert files.read(paths[3]) is large
+    assert files.read(paths[2]) is not third
+
+
+def test_a_lora_that_is_a_pickle_is_not_offered_and_never_opened():
+    import folder_paths
+
+    from comfy_tp.comfy_tp_nodes.nodes.load_lora import lora_names
+
+    torch.save({"x": torch.ones(2)}, import_comfy() / "models/loras/old.pt")
+    name = save_lora("new.safetensors", {"x": torch.ones(2)})
+    folder_paths.filename_list_cache.clear()
+    assert {"old.pt", name} <= set(folder_paths.get_filename_list("loras"))
+    assert name in lora_names() and "old.pt" not in lora_names()
+    with pytest.raises(ValueError, match="'old.pt' is not one of the choices"):
+        ours(tp_model(2), "old.pt", 1.0)
 
 
 def test_strength_zero_changes_nothing(one):

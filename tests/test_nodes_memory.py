@@ -22,7 +22,7 @@ from comfy_inprocess import (
     tp_model,
 )
 
-from comfy_tp.core.errors import RankError
+from comfy_tp.core.errors import CheckpointError, RankError
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
 
@@ -88,11 +88,11 @@ def test_a_loader_node_that_is_taken_out_of_the_graph_leaves_no_leaked_model_beh
     management.unload_all_models()
 
 
-def load_tp_again(loaded):
+def load_tp_again(loaded, policy: str = "keep"):
     """What one more loader node hands on for the model of `loaded`."""
     from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
 
-    patcher = make_patcher(loaded.model, "keep")
+    patcher = make_patcher(loaded.model, policy)
     load_now(patcher)
     return patcher
 
@@ -317,6 +317,65 @@ def test_loading_makes_room_on_every_device_first(monkeypatch):
     management.unload_all_models()
 
 
+def test_parked_shards_stay_parked_however_often_room_is_asked_for_and_come_back(monkeypatch):
+    from comfy_tp.core.remote import RemoteModel
+
+    loaded = load_tp(NAME, policy="park")
+    before = image(loaded)
+    management = freeing(monkeypatch, 1 << 40)
+    on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
+    # Ranks on the CPU have nothing to park; these answer as those on a GPU.
+    asked = []
+    monkeypatch.setattr(
+        RemoteModel,
+        "park",
+        lambda remote, *, poll=None: asked.append(remote) or sum(remote.info.resident_bytes),
+    )
+    model = load_tp_again(loaded, "park")
+    freeing(monkeypatch, 1000)
+    for _ in range(3):
+        management.free_memory(1 << 20, torch.device("cuda:0"))
+        management.free_memory(1 << 20, torch.device("cuda:1"))
+        assert model.sharded.loaded and model.sharded.parked
+        assert model.loaded_size() == 0
+        assert model.get_ram_usage() == sum(model.sharded.info.resident_bytes)
+    assert len(asked) == 1
+    loads = model.sharded.loads
+    assert torch.equal(image(loaded), before)
+    assert not model.sharded.parked and model.sharded.loads == loads
+
+
+def test_two_models_that_do_not_fit_together_are_used_in_turn_by_the_policy_release(monkeypatch, in_comfy):  # noqa: F811
+    save_small_model(in_comfy / "models/diffusion_models/memory-second", seed=21)
+    first, second = load_tp(NAME, policy="release"), load_tp("memory-second", policy="release")
+    expected = image(first), image(second)
+    first.sharded.unload()
+    second.sharded.unload()
+    room = first.model_size() * 3 // 2
+    management = freeing(monkeypatch, 0)
+
+    def free_memory(device=None, torch_free_too=False):
+        free = room - first.loaded_size() - second.loaded_size()
+        return (free, 0) if torch_free_too else free
+
+    monkeypatch.setattr(management, "get_free_memory", free_memory)
+    monkeypatch.setattr(management, "extra_reserved_memory", lambda: 0)
+    monkeypatch.setattr(management, "minimum_inference_memory", lambda: 0)
+    # ComfyUI makes room on every device but the CPU; these shards lie there.
+    load = management.load_models_gpu
+
+    def load_with_room(models, *arguments, **named):
+        need = sum(one.model_size() - one.loaded_size() for one in models)
+        management.free_memory(need * 1.1, torch.device("cpu"), [])
+        return load(models, *arguments, **named)
+
+    monkeypatch.setattr(management, "load_models_gpu", load_with_room)
+    for _ in range(2):
+        for model, other, image_before in ((first, second, expected[0]), (second, first, expected[1])):
+            assert torch.equal(image(model), image_before)
+            assert model.sharded.loaded and not other.sharded.loaded
+
+
 @pytest.mark.parametrize("policy", ["release", "keep"])
 def test_shards_that_are_at_work_stay_when_a_step_callback_asks_for_the_room(policy, caplog):
     import comfy.model_management as management
@@ -335,6 +394,10 @@ def test_shards_that_are_at_work_stay_when_a_step_callback_asks_for_the_room(pol
     assert relative_error(found, before) < 1e-5
     assert "stays on its ranks until their command has ended" in caplog.text
     assert model.sharded.loads == loads
+    # They are in ComfyUI's list again, so that its Unload button finds them.
+    assert model in [entry.model for entry in management.current_loaded_models]
+    management.unload_all_models()
+    assert not model.sharded.loaded
     assert torch.equal(image(model), before)
 
 
@@ -450,6 +513,23 @@ def test_a_file_that_was_replaced_is_another_model(folder):
     new = load_tp(NAME)
     assert new.sharded is not old.sharded
     assert not torch.equal(image(new), image(old))
+
+
+def test_a_config_that_was_repaired_is_read_again(in_comfy):  # noqa: F811
+    from comfy_tp.comfy_tp_nodes.nodes.load_model import LoadTPModel
+    from comfy_tp.comfy_tp_nodes.sharded import known_models
+
+    config = save_small_model(in_comfy / "models/diffusion_models/memory-config") / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace('"num_layers": 2', '"num_layers": 3'))
+    assert config.read_text() != whole
+    broken = LoadTPModel.fingerprint_inputs("memory-config")
+    with pytest.raises(CheckpointError, match="missing tensor"):
+        load_tp("memory-config")
+    config.write_text(whole)
+    assert LoadTPModel.fingerprint_inputs("memory-config") != broken
+    assert image(load_tp("memory-config")).isfinite().all()
+    assert not any(known.loaded for known in known_models() if known.source.config["num_layers"] == 3)
 
 
 def test_status_and_unload_tell_and_free():

@@ -188,3 +188,23 @@ def test_a_loop_of_links_ends(models):
 def test_a_model_that_is_gone_says_so(models):
     with pytest.raises(ConfigError, match="there is no 'gone.safetensors' in diffusion_models or diffusers"):
         path_of("gone.safetensors")
+
+
+def test_a_tokenizer_folder_that_is_a_link_to_elsewhere_is_refused(models, tmp_path, monkeypatch):
+    from comfy_tp.comfy_tp_nodes.paths import TEXT_ENCODER, component_path
+
+    _, folders = models
+    encoder = model_folder(folders / "pipe" / "text_encoder", weights="model.safetensors")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (folders / "pipe" / "tokenizer").symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"'pipe' is a link to {outside}, outside ComfyUI's model folders"):
+        component_path(TEXT_ENCODER, "pipe")
+    monkeypatch.setenv("COMFY_TP_FOLLOW_LINKS", "1")
+    assert component_path(TEXT_ENCODER, "pipe") == encoder
+
+
+@pytest.mark.parametrize("name", [5, None, ["a"], "a" * 5000, "\ud800"])
+def test_what_is_no_name_at_all_is_refused(models, name):
+    with pytest.raises(ConfigError, match=r"model: (a name is text, got|there is no )"):
+        path_of(name)

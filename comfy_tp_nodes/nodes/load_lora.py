@@ -8,11 +8,12 @@ from collections import OrderedDict
 from typing import Any
 
 import comfy.model_base
-import comfy.utils
 import folder_paths
 import torch
 from comfy_api.latest import io, ui
 
+from ...core.checkpoint.files import SAFETENSORS_SUFFIXES, Checkpoint
+from ...core.checkpoint.reader import read_whole
 from ...core.errors import InputError, UnsupportedError
 from ...core.lora_keys import LoraFile, read_lora
 from ...core.models import architecture_named
@@ -23,7 +24,7 @@ log = logging.getLogger("comfy_tp.nodes")
 
 PREFIX = "diffusion_model."
 SHOWN = 5  # unmatched keys that are named
-KEPT_FILES = 4
+KEPT_BYTES = 2 << 30  # of LoRA files that were used last
 
 # ComfyUI's class of a model -> the architecture whose key tables read a LoRA for it.
 READABLE = {
@@ -32,7 +33,7 @@ READABLE = {
     comfy.model_base.QwenImage: "qwenimage",
 }
 
-Content = tuple[dict[str, torch.Tensor], dict[str, str] | None]
+Content = tuple[dict[str, torch.Tensor], dict[str, str]]
 
 
 class LoadTPLoRA(io.ComfyNode):
@@ -57,8 +58,8 @@ class LoadTPLoRA(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "lora_name",
-                    options=folder_paths.get_filename_list("loras"),
-                    tooltip="A file of models/loras/.",
+                    options=lora_names(),
+                    tooltip="A safetensors file of models/loras/.",
                 ),
                 io.Float.Input(
                     "strength_model",
@@ -75,7 +76,7 @@ class LoadTPLoRA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, lora_name: str, strength_model: float) -> io.NodeOutput:
-        check_choice("lora_name", lora_name, folder_paths.get_filename_list("loras"))
+        check_choice("lora_name", lora_name, lora_names())
         if strength_model == 0:
             return io.NodeOutput(model, ui=ui.PreviewText("Strength 0: the LoRA is not applied."))
         content = FILES.read(folder_paths.get_full_path_or_raise("loras", lora_name))
@@ -96,6 +97,12 @@ class LoadTPLoRA(io.ComfyNode):
         return io.NodeOutput(patched, ui=ui.PreviewText(text))
 
 
+def lora_names() -> list[str]:
+    """The safetensors files in ComfyUI's LoRA folders; others hold pickles."""
+    names = folder_paths.get_filename_list("loras")
+    return [name for name in names if name.lower().endswith(SAFETENSORS_SUFFIXES)]
+
+
 class LoraFiles:
     """The LoRA files read last, so that a new strength reads nothing and the ranks know the tensors again."""
 
@@ -103,21 +110,20 @@ class LoraFiles:
         self._files: OrderedDict[tuple[str, int, int], Content] = OrderedDict()
 
     def read(self, path: str) -> Content:
-        """The tensors and the header's metadata of the file at `path`. Raises `InputError` for one that is damaged."""
+        """The tensors and the header's metadata of the file at `path`. Raises `CheckpointError` for one that is damaged."""
         state = os.stat(path)
         key = (path, state.st_size, state.st_mtime_ns)
         if key not in self._files:
-            try:
-                self._files[key] = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
-            except (OSError, MemoryError):
-                raise
-            except Exception as error:  # ComfyUI's, safetensors' or pickle's own
-                reason = str(error).strip().partition("\n")[0]
-                raise InputError(f"{path} cannot be read as a LoRA ({reason}). Download it again.") from error
+            checkpoint = Checkpoint.open(path)
+            self._files[key] = read_whole(checkpoint), checkpoint.metadata
         self._files.move_to_end(key)
-        while len(self._files) > KEPT_FILES:
+        while len(self._files) > 1 and sum(map(_nbytes, self._files.values())) > KEPT_BYTES:
             self._files.popitem(last=False)
         return self._files[key]
+
+
+def _nbytes(content: Content) -> int:
+    return sum(tensor.nbytes for tensor in content[0].values())
 
 
 FILES = LoraFiles()

@@ -14,6 +14,7 @@ from comfy_api.latest import io
 from ...core.errors import InputError
 from ...core.sampling import SAMPLERS
 from ..mirrored import MirroredSampler
+from ..patcher import list_as_loaded
 from .schema import check_choice, make_schema
 
 DESCRIPTION = (
@@ -141,6 +142,8 @@ class TPSampler(io.ComfyNode):
             disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
             seed=seed,
         )
+        if model.sharded.loaded:
+            list_as_loaded(model)
         return io.NodeOutput({**latent_image, "samples": result})
 
 

@@ -178,6 +178,16 @@ def default_threads(degree: int) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // degree))
 
 
+def read_whole(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of the files as it is stored, on the CPU, in memory of its own: it outlasts the files, as those that
+    map them do not. Errors as in `read_shards`."""
+    wanted = {
+        name: Wanted(ShardSpec.replicated(entry.shape, 1), (Piece(name),))
+        for name, entry in checkpoint.entries.items()
+    }
+    return read_shards(checkpoint, wanted, rank=0, degree=1)[0]
+
+
 def fills_of(checkpoint: Checkpoint, name: str, want: Wanted, rank: int) -> Iterator[Fill]:
     """The byte ranges of the checkpoint that make up `rank`'s part of parameter `name`, in local order per piece."""
     runs = want.spec.runs(rank)
