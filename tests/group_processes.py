@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def still_running(pids: list[int], seconds: float) -> list[int]:
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def folder_of(rank: int) -> Path:
+    """The folder of the group of a rank's process, which its command line names."""
+    (found,) = re.findall(r"/\S*comfy-tp-\S+(?= \d)", command_line(rank))
+    return Path(found)
+
+
+def launcher_of(rank: int) -> int:
+    """The launcher's process, which has started the rank's."""
+    return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def socket_inodes(pid: int) -> set[str]:

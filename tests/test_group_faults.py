@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from group_processes import COMMANDS, running, still_running
 
-from comfy_tp.core.errors import RankError, RankOutOfMemory
+from comfy_tp.core.errors import CheckpointError, RankError, RankOutOfMemory
 from comfy_tp.core.group import pulse as life
 from comfy_tp.core.group.client import RankGroup
 
@@ -251,6 +252,41 @@ def test_nothing_outlives_a_client_that_is_killed_even_with_a_rank_stopped(tmp_p
     client.wait(10)
     client.stdout.close()
     assert_nothing_left(processes, Path(folder))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_group_leaves_that_is_ended_with_its_client_is_removed_by_its_launcher_or_by_the_next(
+    tmp_path, how
+):
+    """As systemd stops a service, and as the kernel ends a control group that has no memory left."""
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, COMMANDS, str(tmp_path / "logs")], stdout=subprocess.PIPE, text=True
+    )
+    *numbers, name = client.stdout.readline().split()
+    processes, folder = [*map(int, numbers), client.pid], Path(name)
+    with start(tmp_path) as living:
+        for pid in processes:
+            os.kill(pid, how)
+        client.wait(10)
+        client.stdout.close()
+        assert still_running(processes, 5) == []
+        if how == signal.SIGTERM:
+            assert_nothing_left(processes, folder)
+        else:
+            assert folder.exists()
+        with start(tmp_path):
+            assert not folder.exists()
+            assert everything(living)[1].exists()
+
+
+def test_a_group_whose_folder_was_cleaned_away_goes_on_and_keeps_the_cause_of_its_errors(tmp_path):
+    with start(tmp_path) as group:
+        shutil.rmtree(everything(group)[1])
+        for kind, error in (("CheckpointError", CheckpointError), ("oom", RankOutOfMemory)):
+            with pytest.raises(error):
+                group.request("raises", {"ranks": [1], "kind": kind, "others": "boundary"})
+        assert group.request("total", {}, [torch.ones(3_000_000)]).tensors[0][-1] == 2
+        assert group.alive
 
 
 FORKING_CLIENT = CLIENT.replace(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from comfy_inprocess import save_small_model
 from conftest import test_packs
+from group_processes import command_line, folder_of, launcher_of, still_running
 from safetensors.torch import load_file
 
 from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed, ExecutionInterrupted
@@ -162,14 +163,19 @@ def test_unload_tp_model_ends_the_ranks_and_hands_its_input_on(server):
     assert rank_pids(status(server.run(graph(10), 280)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_comfyui(number):
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGKILL], [signal.SIGINT, signal.SIGINT]])
+def test_nothing_of_the_ranks_outlives_comfyui(signals):
     with ComfyServer(custom_nodes=test_packs()) as server:
         save_small_model(server.models / "diffusion_models" / MODEL)
         pids = rank_pids(status(server.run(graph(1, steps=1), 280)))
         assert len(alive(pids)) == 2
-        os.kill(server.pid, number)
+        launcher, folder = launcher_of(pids[0]), folder_of(pids[0])
+        assert "launcher" in command_line(launcher) and folder.is_dir()
+        for number in signals:
+            os.kill(server.pid, number)
+            time.sleep(0.1)
+        assert still_running([*pids, launcher], 5) == []
         deadline = time.monotonic() + 5
-        while alive(pids) and time.monotonic() < deadline:
+        while folder.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert alive(pids) == []
+        assert not folder.exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from comfy_inprocess import save_small_model
 from conftest import test_packs
-from group_processes import command_line, still_running
+from group_processes import folder_of, still_running
 from test_nodes_server import MODEL, alive, graph, latents, progress_of, rank_pids, status
 
 from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed
@@ -129,12 +129,6 @@ def test_a_second_comfyui_has_its_own_ranks_and_leaves_nothing_when_it_is_killed
         assert [path for path in shared if os.path.exists(path)] == []
     assert alive(ours) == ours
     assert rank_pids(status(server.run(graph(52), 280))) == ours
-
-
-def folder_of(pid: int) -> Path:
-    """The folder of a rank's group, which its command line names."""
-    (found,) = re.findall(r"/\S*comfy-tp-\S+(?= \d)", command_line(pid))
-    return Path(found)
 
 
 def shared_memory(pid: int) -> list[str]:

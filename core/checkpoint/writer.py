@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..claims import Claim, abandoned
 from ..errors import CheckpointError
 from ..shard import ShardSpec
 from .broadcast import raise_together
@@ -58,25 +57,6 @@ def file_order(table: Table) -> list[str]:
 TEMPORARY = re.compile(r"\..+\.safetensors\.\d+\.tmp")
 
 
-def open_temporary(path: Path) -> BinaryIO:
-    """A new file at `path`, locked while it is open; what a killed process left in its folder is removed first.
-
-    A leftover is a file of such a name whose lock is free: a process that ends in any way gives its locks back.
-    """
-    for name in os.listdir(path.parent):
-        if TEMPORARY.fullmatch(name):
-            with contextlib.suppress(OSError), open(path.parent / name, "rb") as left:
-                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (path.parent / name).unlink()
-    while True:
-        file = open(path, "wb", buffering=0)
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-        file.close()  # removed as a leftover between the two calls
-
-
 class FileStream:
     """A safetensors file in the making, under a temporary name beside its own."""
 
@@ -105,10 +85,14 @@ class FileStream:
                 "data_offsets": [offset, offset + nbytes],
             }
             offset += nbytes
+        folder = self.path.parent
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         try:
-            self._file = open_temporary(self._temporary)
+            for left in abandoned(one for one in folder.iterdir() if TEMPORARY.fullmatch(one.name)):
+                left.unlink(missing_ok=True)
+            self._claim = Claim(self._make)
+            self._file = open(self._temporary, "r+b", buffering=0)
         except OSError as error:
             raise self._refusal(error) from None
         try:
@@ -116,6 +100,10 @@ class FileStream:
         except OSError as error:
             self.abort()
             raise self._refusal(error) from None
+
+    def _make(self) -> Path:
+        self._temporary.write_bytes(b"")
+        return self._temporary
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor."""
@@ -133,7 +121,7 @@ class FileStream:
             raise self._refusal(error) from None
 
     def finish(self) -> None:
-        """Put the whole temporary file safely on disk. It stays open, so that no other save takes it for a leftover."""
+        """Put the whole temporary file safely on disk. It stays claimed, so that no other save takes it for a leftover."""
         if self._next != len(self._order):
             raise ValueError(f"{self.path} lacks '{self._order[self._next]}'")
         try:
@@ -145,15 +133,19 @@ class FileStream:
         """Give the finished file its name."""
         try:
             os.replace(self._temporary, self.path)
-            self._file.close()
+            self._close()
         except OSError as error:
             self.abort()
             raise self._refusal(error) from None
 
     def abort(self) -> None:
         """Remove what was written."""
-        self._file.close()
+        self._close()
         self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._file.close()
+        self._claim.release()
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

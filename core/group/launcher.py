@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ..claims import Claim, abandoned
 from . import pulse as life
 from .judge import Judge
 from .logs import RUNNING, tail
@@ -38,6 +39,7 @@ log = logging.getLogger("comfy_tp.launcher")
 CONFIG_LIMIT = 1 << 20
 CONFIG_TIMEOUT = 30.0
 SOCKET_PATH_LIMIT = 100
+PREFIX = "comfy-tp-group-"  # of the private folders' names
 KILL_WAIT = 3.0
 # Of several ranks found dead together, one that only lost its peer is not the cause.
 CAUSE_WAIT = 0.5
@@ -58,13 +60,19 @@ def read_line(descriptor: int, limit: int, timeout: float) -> bytes:
     return bytes(line)
 
 
-def private_folder() -> Path:
-    """A new 0700 folder whose path leaves room for a socket's name (108 bytes in all)."""
+def private_folder() -> Claim:
+    """A new 0700 folder whose path leaves room for a socket's name (108 bytes in all), claimed by this process.
+
+    Those of groups whose launcher was killed together with everybody who could have removed them are removed first.
+    """
     bases = [tempfile.gettempdir(), "/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]
     for base in bases:
-        if base and len(os.fsencode(base)) + len("/comfy-tp-xxxxxxxx/socket.new") < SOCKET_PATH_LIMIT:
+        if base and len(os.fsencode(base)) + len(f"/{PREFIX}xxxxxxxx/socket.new") < SOCKET_PATH_LIMIT:
             try:
-                return Path(tempfile.mkdtemp(prefix="comfy-tp-", dir=base))
+                for left in abandoned(Path(base).glob(f"{PREFIX}*")):
+                    log.info("removing %s, whose group is gone", left)
+                    shutil.rmtree(left, ignore_errors=True)
+                return Claim(lambda base=base: Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)))  # type: ignore[misc]
             except OSError as error:
                 log.warning("no folder under %s: %s", base, error)
     raise OSError(f"no writable temporary folder with a short path among {', '.join(filter(None, bases))}")
@@ -92,11 +100,12 @@ def without_async_allocator(settings: str) -> str:
 class Launcher:
     """One group's processes, from the configuration to the removal of the folder."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, speak: TextIO):
+    def __init__(self, config: dict[str, Any], claim: Claim, speak: TextIO):
         self.config = config
         self.devices: list[str] = config["devices"]
         self.degree = len(self.devices)
-        self.folder = folder
+        self._claim = claim
+        self.folder = folder = claim.path
         self._speak = speak
         self._parent = os.getppid()
         self.pulse = PulseFile(folder / "pulse", self.degree, create=True)
@@ -170,7 +179,7 @@ class Launcher:
                 },
                 log=self._log_of(rank),
             )
-            self.pids[rank] = process.start(fork=fork, private=[self._speak.fileno()])
+            self.pids[rank] = process.start(fork=fork, private=[self._speak.fileno(), self._claim.descriptor])
         self.tell("ranks", pids=[self.pids[rank] for rank in range(self.degree)])
         try:
             self._pidfds = [os.pidfd_open(pid) for pid in self.pids.values()]
@@ -359,6 +368,17 @@ def innermost_frame(stacks: str) -> str:
     return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
 
 
+class Ended(BaseException):
+    """Somebody ends the launcher by a signal, whose name this is: the group goes with it, and so does its folder."""
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    # Once: what is cleared away then is not interrupted.
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise Ended(signal.Signals(number).name)
+
+
 def main() -> NoReturn:
     """Run as the launcher; started by `RankGroup.start`."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
@@ -369,13 +389,19 @@ def main() -> NoReturn:
     if not line:
         os._exit(1)
     config = json.loads(line)
-    folder = private_folder()
+    claim = private_folder()
     launcher = None
     try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _end)
         (Path(config["log_dir"]) / RUNNING).write_text(str(os.getpid()))
-        launcher = Launcher(config, folder, speak)
-        launcher.tell("folder", path=str(folder))
+        launcher = Launcher(config, claim, speak)
+        launcher.tell("folder", path=str(claim.path))
         launcher.run()
+    except Ended as error:
+        log.info("ended by %s", error)
+        if launcher is not None:
+            launcher.tell("failed", cause=f"the launcher was ended by {error}")
     except BaseException as error:
         log.exception("the launcher failed")
         if launcher is not None:
@@ -383,7 +409,7 @@ def main() -> NoReturn:
     finally:
         if launcher is not None:
             launcher.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(claim.path, ignore_errors=True)
     # Torch's own teardown takes long, and the client waits for this process.
     logging.shutdown()
     os._exit(0)

@@ -50,6 +50,8 @@ class RankProcess:
     def _begin(self, fork: bool, private: Sequence[int]) -> NoReturn:
         try:
             os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)  # the launcher's own way to end is not a rank's
             output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)

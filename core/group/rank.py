@@ -502,10 +502,16 @@ class CommandLoop:
 
 
 def write_error(path: Path, error: dict[str, Any]) -> None:
-    """A described error, for the launcher; the file is there only when it is complete."""
+    """A described error, for the launcher; the file is there only when it is complete.
+
+    Where it cannot be written (no room, or a cleaner has removed the folder), the error goes its other ways.
+    """
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(error))
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(error))
+        unfinished.replace(path)
+    except OSError as reason:
+        log.warning("%s cannot be written: %s", path, reason)
 
 
 def self_test(group: dist.ProcessGroup | None, rank: int, degree: int, device: torch.device) -> str | None:
