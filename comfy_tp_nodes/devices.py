@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import ConfigError
+from ..core.group.address import parse_address
 from ..core.plan import check_heads, legal_degrees
 from . import groups
 
@@ -115,15 +116,16 @@ def remote_address(text: str) -> str | None:
 
     Raises `ConfigError` for an address that is none.
     """
-    text = text.strip()
     if "//" not in text:
         return None
-    host, colon, port = text[len(ELSEWHERE) :].rpartition(":")
-    if not text.lower().startswith(ELSEWHERE) or not colon or not host or not port.isdigit():
+    address = text.strip().lower().removeprefix(ELSEWHERE)
+    try:
+        parse_address(address)
+    except ConfigError as error:
         raise ConfigError(
-            f"devices: '{text}' is no address. Write tcp://HOST:PORT, as `comfy-tp ranks` prints it."
-        )
-    return ELSEWHERE + text[len(ELSEWHERE) :].lower()
+            f"devices: {error}. Write tcp://HOST:PORT, as `comfy-tp ranks` prints it."
+        ) from None
+    return ELSEWHERE + address
 
 
 def _elsewhere(address: str, degree: int, heads: int | None, model: str) -> Placement:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from group_processes import COMMANDS, running, still_running
 from torchrun_nodes import Nodes
 
 from comfy_tp.core.errors import Cancelled, ConfigError, RankError
+from comfy_tp.core.group import pulse as life
+from comfy_tp.core.group.address import parse_address
 from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.node import tcp_listener
+from comfy_tp.core.group.node import StorePulse, tcp_listener
+from comfy_tp.core.group.pulse import RankPulse
 from comfy_tp.core.group.secret import make_token, read_token
 
 OPTIONS = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1", "--commands", COMMANDS]
@@ -117,9 +124,8 @@ def test_a_token_file_is_made_private_and_refused_when_it_is_not(tmp_path):
 
 
 def test_an_address_that_cannot_be_listened_on_is_refused():
-    for address in ("29500", "host:", "host:port"):
-        with pytest.raises(ConfigError, match="is not of the form host:port"):
-            tcp_listener(address)
+    with pytest.raises(ConfigError, match="--listen '29500' is not of the form host:port"):
+        tcp_listener("29500")
     with tcp_listener("127.0.0.1:0") as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1:"):
@@ -129,5 +135,58 @@ def test_an_address_that_cannot_be_listened_on_is_refused():
 def test_a_group_that_is_not_there_is_a_named_error():
     with pytest.raises(RankError, match=r"The rank group at 127.0.0.1:9 cannot be used: .*[Rr]efused"):
         RankGroup.connect("127.0.0.1:9", "a" * 64)
-    with pytest.raises(RankError, match="'nowhere' is not of the form host:port"):
-        RankGroup.connect("nowhere", "a" * 64)
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        *((each, "is not of the form host:port") for each in ("29500", "host:", "host:port", ":80", "[]:80")),
+        *((f"127.0.0.1:{digits}", "is not of the form host:port") for digits in ("\u00b2", "-1", "\u0663")),
+        *((f"127.0.0.1:{port}", "a port is a number up to 65535") for port in ("65536", "9" * 5000)),
+        *((f"{host}:80", "no host can have this name") for host in ("x" * 300, "a..b", "\ud800", "a\0b")),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_a_text_that_is_no_address_is_refused_by_name(address, text):
+    with pytest.raises(ConfigError, match=text) as caught:
+        RankGroup.connect(address, "a" * 64)
+    assert len(str(caught.value)) < 200
+
+
+def test_an_ipv6_address_may_stand_in_brackets():
+    assert parse_address("[::1]:80") == parse_address("::1:80") == ("::1", 80)
+
+
+def rank_1_says(store: dist.Store, **said) -> None:
+    usual = {"beat": 1, "command": 1, "step": 0, "age": 0.0, "state": life.IDLE, "slowest": 0.0}
+    store.set("pulse/1", json.dumps({**usual, "note": "", "place": "", "raised": None, **said}))
+
+
+class StoreThatIsGone:
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def watched(store: dist.Store) -> dict:
+    """The verdict of rank 0 of two over what the store says of rank 1."""
+    limits = SimpleNamespace(step_timeout=60, heartbeat_timeout=1.0, error_grace=1.0)
+    verdicts: queue.Queue = queue.Queue()
+    StorePulse(store, RankPulse(None, 0, 1.0), 0, ["cpu", "cpu"], limits).start(verdicts.put)
+    return verdicts.get(timeout=10)
+
+
+def test_a_note_that_is_no_text_does_not_end_the_watch_over_the_ranks():
+    store = dist.HashStore()
+    rank_1_says(store, note="\ud800")
+    verdict = watched(store)
+    assert verdict["rank"] == 1 and "no sign of life" in verdict["cause"] and verdict["doing"] == "?"
+
+
+def test_a_watch_that_cannot_go_on_ends_the_group_by_name():
+    store = dist.HashStore()
+    store.set("pulse/1", "no JSON")
+    verdict = watched(store)
+    assert verdict["rank"] == 0
+    assert verdict["cause"].startswith("cannot watch the ranks any more: JSONDecodeError: ")
+    verdict = watched(StoreThatIsGone())
+    assert verdict["cause"] == "cannot watch the ranks any more: torchrun's store is gone (Broken pipe)"

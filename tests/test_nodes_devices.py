@@ -87,6 +87,17 @@ def test_auto_on_a_comfyui_without_a_gpu_takes_the_cpu_even_if_there_is_one(gpus
         ("meta", 1, ConfigError, "not on 'meta'"),
         ("cpu", 9, ConfigError, "more than the 8 ranks"),
         ("cpu", 5, PlanError, "tp_degree=5 must divide the 48 attention heads"),
+        (
+            "http://ranks:80",
+            0,
+            ConfigError,
+            "'http://ranks:80': no host can have this name. Write tcp://HOST:PORT",
+        ),
+        ("tcp://ranks", 0, ConfigError, "'ranks' is not of the form host:port. Write tcp://HOST:PORT"),
+        ("tcp://ranks:\u00b2", 0, ConfigError, "is not of the form host:port. Write tcp://HOST:PORT"),
+        ("tcp://ranks:65536", 0, ConfigError, "'ranks:65536': a port is a number up to 65535. Write"),
+        ("tcp://" + "x" * 300 + ":80", 0, ConfigError, "xxx...': no host can have this name. Write"),
+        ("tcp://\ud800:80", 0, ConfigError, r"'\\ud800:80': no host can have this name. Write"),
     ],
 )
 def test_what_cannot_be_placed_says_what_to_set(gpus, text, degree, error, words):

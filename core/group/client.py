@@ -36,7 +36,8 @@ import torch
 from ..errors import ConfigError, RankError
 from . import channel as wire
 from . import pulse as life
-from .channel import Channel, ChannelError, Frame
+from .address import parse_address
+from .channel import Channel, ChannelClosed, ChannelError, Frame
 from .failure import rebuild
 from .logs import new_log_dir, tail
 from .process import exit_cause, python
@@ -181,7 +182,10 @@ class RankGroup:
     def connect(cls, address: str, token: str, *, timeout: float = NODE_TIMEOUT) -> RankGroup:
         """Become the client of a group that runs elsewhere: ``host:port`` or ``unix:/path``, and its token.
 
-        Raises RankError where nobody answers, the token is wrong, or the group has a client already.
+        timeout: in seconds; a group that others crowd is called again until then.
+
+        Raises ConfigError for an address that is none, and RankError where nobody answers, the token is wrong, or the
+        group has a client already.
         """
         line = _Line([], None)
         try:
@@ -357,6 +361,23 @@ class _Clock:
             self._poll()
 
 
+def _call(address: str, timeout: float) -> socket.socket:
+    """A connected socket to ``host:port`` or ``unix:/path``."""
+    if not address.startswith("unix:"):
+        sock = socket.create_connection(parse_address(address.removeprefix("tcp://")), timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return sock
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(address[len("unix:") :])
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 class _Line:
     """Connection and processes of a group. Its threads hold it, never the RankGroup, so that dropping that ends it."""
 
@@ -434,28 +455,27 @@ class _Line:
         return f"The ranks on {', '.join(self.devices)} did not start in time{doing}.\nLogs: {self.log_dir}"
 
     def connect(self, address: str, token: str, timeout: float) -> None:
-        """Connect and prove that we know the token; raises OSError or ChannelError."""
-        if address.startswith("unix:"):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout)
+        """Connect and prove that we know the token; raises ConfigError, OSError or ChannelError.
+
+        A crowded port puts out whoever has proven nothing yet; then we call again.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            channel = Channel(_call(address, max(POLL, deadline - time.monotonic())))
             try:
-                sock.connect(address[len("unix:") :])
-            except OSError:
-                sock.close()
+                group = wire.introduce(channel, token, deadline - time.monotonic())
+                break
+            except ChannelClosed:
+                channel.close()
+                if time.monotonic() + POLL > deadline:
+                    raise ChannelError(
+                        f"for {timeout:g} s it ended every connection before the handshake was over; others may "
+                        "crowd it, or it is no rank group"
+                    ) from None
+                time.sleep(POLL)
+            except BaseException:
+                channel.close()
                 raise
-        else:
-            host, colon, port = address.removeprefix("tcp://").rpartition(":")
-            if not colon or not port.isdigit():
-                raise OSError(f"{address!r} is not of the form host:port")
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        channel = Channel(sock)
-        try:
-            group = wire.introduce(channel, token, timeout)
-        except BaseException:
-            channel.close()
-            raise
         if not self.devices:
             self.devices = [str(name) for name in group.get("devices", [])]
             self._beat = float(group.get("beat") or 0.0)

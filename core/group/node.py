@@ -31,6 +31,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, RankError
 from . import channel as wire
 from . import pulse as life
+from .address import parse_address
 from .failure import describe
 from .judge import Judge
 from .port import ClientPort
@@ -65,14 +66,15 @@ def parser() -> argparse.ArgumentParser:
 
 def tcp_listener(address: str) -> socket.socket:
     """A bound socket for ``host:port``; raises ConfigError where that cannot be."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigError(f"--listen {address!r} is not of the form host:port")
+    try:
+        host, port = parse_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"--listen {error}") from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host.strip("[]"), int(port)))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
@@ -89,7 +91,8 @@ class StorePulse:
     """Carries the ranks' signs of life through the rendezvous store, in a thread of every rank.
 
     Ages travel, not times, since machines have different clocks. Rank 0 mirrors them in a pulse file of its own
-    memory, and calls `blame` once with the judge's verdict.
+    memory, and calls `blame` once with the judge's verdict. On every rank, whatever keeps the thread from going on
+    is a verdict too: a group that nobody watches ends.
     """
 
     def __init__(self, store: dist.Store, pulse: RankPulse, rank: int, devices: Sequence[str], limits: Any):
@@ -114,18 +117,23 @@ class StorePulse:
         threading.Thread(target=self._run, args=(blame,), name="comfy_tp pulse", daemon=True).start()
 
     def _run(self, blame: Any) -> None:
+        try:
+            verdict = self._watch()
+        except Exception as error:
+            gone = isinstance(error, RuntimeError)
+            why = f"torchrun's store is gone ({error})" if gone else f"{type(error).__name__}: {error}"
+            log.error("the signs of life end", exc_info=None if gone else error)
+            verdict = {**self._judge.about(self._rank), "cause": f"cannot watch the ranks any more: {why}"}
+        blame(verdict)
+
+    def _watch(self) -> dict[str, Any]:
         beat = 0
         while True:
             beat += 1
-            try:
-                self._write(beat)
-                verdict = self._read() if self._rank == 0 else None
-            except RuntimeError as error:
-                log.error("torchrun's store is gone: %s", error)
-                os._exit(life.EXIT_PEER_LOST)
+            self._write(beat)
+            verdict = self._read() if self._rank == 0 else None
             if verdict is not None:
-                blame(verdict)
-                return
+                return verdict
             time.sleep(self._period)
 
     def _write(self, beat: int) -> None:
@@ -239,8 +247,10 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
 
     def blame(verdict: dict[str, Any]) -> None:
         log.error("rank %s (%s) %s", verdict["rank"], verdict["device"], verdict["cause"])
-        loop.tell_client(_described(verdict))
-        os._exit(life.EXIT_PEER_LOST)
+        try:
+            loop.tell_client(_described(verdict))
+        finally:
+            os._exit(life.EXIT_PEER_LOST)
 
     signs.start(blame)
     if port is not None:

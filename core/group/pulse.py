@@ -54,7 +54,8 @@ class PulseFile:
 
     def set_note(self, slot: int, text: str) -> None:
         start = slot * SLOT + NOTE
-        self._bytes[start : start + NOTE_BYTES] = text.encode()[: NOTE_BYTES - 1].ljust(NOTE_BYTES, b"\0")
+        raw = text.encode(errors="replace")[: NOTE_BYTES - 1]
+        self._bytes[start : start + NOTE_BYTES] = raw.ljust(NOTE_BYTES, b"\0")
 
 
 class RankPulse:
