@@ -92,6 +92,13 @@ def test_a_large_header_crosses_and_one_over_the_limit_is_refused_here(group):
     assert group.request("ping").header["degree"] == 2
 
 
+def test_a_command_whose_name_is_no_text_is_refused_here(group):
+    for name in ("\ud800", "a\nb", "x" * 1000):
+        with pytest.raises(ValueError, match="a message cannot have the name"):
+            group.request(name)
+    assert group.request("ping").header["degree"] == 2
+
+
 def test_a_kept_tensor_is_not_overwritten_by_later_requests(group):
     first = torch.randn(400_000)
     group.request("remembers", {"key": "a"}, [first])
@@ -334,7 +341,8 @@ def test_the_folder_is_private_and_the_token_is_gone_from_it(group):
     folder = group._line._folder
     assert os.stat(folder).st_mode & 0o777 == 0o700
     names = {path.name for path in folder.iterdir()}
-    assert "token" not in names and "socket" in names
+    assert "token" not in names
+    assert os.stat(folder / "socket").st_mode & 0o777 == 0o600
     assert len(str(folder / "socket")) < 108
 
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from comfy_tp.core.adapters import Adapter
+from comfy_tp.core.errors import RankError
 from comfy_tp.core.group import channel as wire
+from comfy_tp.core.group import port as port_module
 from comfy_tp.core.group.channel import PREFIX, Channel, ChannelClosed, ChannelError
+from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.group.node import tcp_listener
 from comfy_tp.core.group.port import STRANGERS, ClientPort
 from comfy_tp.core.group.rank import resident_bytes, unix_listener
 from comfy_tp.core.lora_wire import PatchSender, read_patches
@@ -122,6 +129,9 @@ def test_a_frame_is_what_the_description_says():
         (frame(message=message(extra=1)), "not an object of name"),
         (frame(message=message(name=3)), "wrong type"),
         (frame(message=message(header=[])), "wrong type"),
+        (frame(message=message(name="\ud800")), r"unusable name '\\ud800'"),
+        (frame(message=message(name="ping\n2026 rank 0 is fine")), "unusable name"),
+        (frame(message=message(name="x" * 129)), "unusable name"),
         (frame(message=message(tensors={})), "wrong type"),
         (frame(message=message(["float32", [0]], tensors=[["uint8", [0]]] * 70_000)), "70000 tensors"),
         (frame(message=message("float32")), "not as .dtype, shape."),
@@ -135,6 +145,8 @@ def test_a_frame_is_what_the_description_says():
         (frame(message=message(["float32", [1] * 40])), "unusable shape"),
         (frame(message=message(["float32", [2**63]])), "unusable shape"),
         (frame(message=message(["float32", [2**33, 2**33, 2**33]])), "more than .* bytes are announced"),
+        (frame(message=message(["float32", [2**34] * 3 + [0]])), "more than .* bytes are announced"),
+        (frame(message=message(["float32", [0] + [2**34] * 15])), "more than .* bytes are announced"),
         (frame(message=message(["float32", [4]]), payload=bytes(15)), "15 bytes where the tensors need 16"),
         (frame(message=message(["float32", [4]]), payload_bytes=16), "in the middle of a frame"),
         (frame()[:20], "in the middle of a frame"),
@@ -148,9 +160,41 @@ def test_a_malformed_frame_is_refused_by_name(data, text):
 
 def test_before_the_handshake_headers_are_short_and_payloads_absent():
     with pytest.raises(ChannelError, match="a header of 600 bytes; the limit is 512"):
-        received(frame(raw=b"x" * 600), stranger=True)
+        received(frame(raw=b"x" * 600), stranger=512)
     with pytest.raises(ChannelError, match="a payload before the handshake"):
-        received(frame(message=message(["uint8", [4]]), payload=bytes(4)), stranger=True)
+        received(frame(message=message(["uint8", [4]]), payload=bytes(4)), stranger=512)
+
+
+@pytest.mark.parametrize(
+    ("announced", "text"),
+    [
+        ({"header_bytes": 0xFFFFFFFF}, "a header of 4294967295 bytes; the limit is"),
+        ({"payload_bytes": 1 << 63}, "a payload of 9223372036854775808 bytes where the tensors need 0"),
+        ({"payload_bytes": 1 << 33}, "a payload of 8589934592 bytes where the tensors need 0"),
+        (
+            {"message": message(["uint8", [2**33]]), "payload_bytes": 1 << 32},
+            "a payload of 4294967296 bytes where the tensors need 8589934592",
+        ),
+        (
+            {"message": message(["uint8", [2**33]]), "payload_bytes": 1 << 33},
+            "no memory for a payload of 8589934592 bytes",
+        ),
+    ],
+)
+def test_a_number_of_the_peer_is_checked_before_memory_is_taken_by_it(announced, text):
+    channel, theirs = pair(stall_timeout=2)
+    theirs.sendall(frame(**announced))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # Memory that is taken and not touched shows nowhere else.
+    resource.setrlimit(resource.RLIMIT_AS, (size + (128 << 20), hard))
+    try:
+        with pytest.raises(ChannelError, match=text):
+            channel.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    channel.close()
+    theirs.close()
 
 
 def test_hundreds_of_damaged_frames_end_in_a_channel_error_and_allocate_nothing():
@@ -238,10 +282,11 @@ def test_what_cannot_cross_is_refused_before_it_is_sent():
 class Port:
     """A port in this process, and connections to it."""
 
-    def __init__(self, folder: Path, **options):
+    def __init__(self, folder: Path, *, listener: socket.socket | None = None, **options):
         self.path = folder / "socket"
         self.cancels: list[int] = []
-        self.port = ClientPort(unix_listener(self.path), TOKEN, {"devices": ["cpu"]}, **options)
+        listener = listener or unix_listener(self.path)
+        self.port = ClientPort(listener, TOKEN, {"devices": ["cpu"]}, **options)
         self.port.start(on_cancel=self.cancels.append)
 
     def raw(self) -> socket.socket:
@@ -318,30 +363,69 @@ def test_a_wrong_token_gets_nothing(port):
     port.client().close()
 
 
-def test_a_group_that_does_not_know_the_token_is_not_trusted(tmp_path):
-    impostor = socket.socket(socket.AF_UNIX)
-    impostor.bind(str(tmp_path / "socket"))
-    impostor.listen()
+@contextmanager
+def serving(*callers: Callable[[Channel], None]) -> Iterator[str]:
+    """The address of a listener that deals with its first caller so, and with the next ones likewise."""
+    listener = tcp_listener("127.0.0.1:0")
+    listener.listen()
 
-    def pretend():
-        sock, _ = impostor.accept()
-        channel = Channel(sock)
+    def serve() -> None:
+        with suppress(OSError):
+            for deal in callers:
+                channel = Channel(listener.accept()[0])
+                deal(channel)
+                channel.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
+    listener.close()
+
+
+def pretend(**welcome) -> Callable[[Channel], None]:
+    """An impostor, who welcomes whoever answers."""
+
+    def deal(channel: Channel) -> None:
         channel.send(wire.CHALLENGE, 0, header={"nonce": "0" * 64})
         channel.receive()
-        channel.send(wire.WELCOME, 0, header={"proof": "0" * 64, "group": {}})
-        time.sleep(0.5)
-        channel.close()
+        suppressed(channel._sock.sendall, frame(kind=wire.WELCOME, sequence=1, **welcome))
+        with suppress(ChannelError):
+            channel.receive()
 
-    thread = threading.Thread(target=pretend)
-    thread.start()
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(str(tmp_path / "socket"))
-    channel = Channel(sock)
-    with pytest.raises(ChannelError, match="the other side does not know the token"):
-        wire.introduce(channel, TOKEN, 5)
-    channel.close()
-    thread.join(5)
-    impostor.close()
+    return deal
+
+
+@pytest.mark.parametrize(
+    ("welcome", "text"),
+    [
+        (
+            {"message": message(header={"proof": "0" * 64, "group": {}})},
+            "the other side does not know the token",
+        ),
+        (
+            {"raw": b'{"name": "", "header": {"a": [' + b"{}," * 2_700_000 + b'{}]}, "tensors": []}'},
+            "a header of 8100050 bytes; the limit is 8192",
+        ),
+        ({"message": message(["uint8", [4]]), "payload": bytes(4)}, "a payload before the handshake"),
+    ],
+    ids=["no proof", "a header that takes 245 MB", "a payload"],
+)
+def test_a_group_that_does_not_know_the_token_is_not_trusted_and_little_of_it_read(welcome, text):
+    with serving(pretend(**welcome)) as address, pytest.raises(RankError, match=text):
+        RankGroup.connect(address, TOKEN, timeout=5)
+
+
+def test_the_welcome_of_a_hundred_ranks_on_hosts_with_long_names_is_read():
+    devices = [f"cuda:{rank % 8}@{'h' * 64}" for rank in range(100)]
+
+    def deal(channel: Channel) -> None:
+        wire.admit(channel, TOKEN, 5)
+        wire.welcome(channel, {"devices": devices, "backend": "nccl", "beat": wire.BEAT_PERIOD})
+
+    with serving(deal) as address, RankGroup.connect(address, TOKEN, timeout=5) as group:
+        assert group.devices == devices
 
 
 def test_a_recorded_handshake_does_not_work_again(port):
@@ -387,6 +471,68 @@ def test_silent_and_slow_strangers_are_put_out_and_do_not_keep_the_client_out(po
     thread.join(10)
 
 
+def test_a_stranger_is_heard_for_a_moment_however_many_wait_behind_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(port_module, "HEARD_AT_LEAST", 2.0)
+    port = Port(tmp_path)
+    first = Channel(port.raw())
+    others = [port.raw() for _ in range(3 * STRANGERS)]
+    time.sleep(0.3)
+    wire.introduce(first, TOKEN, 1)
+    first.close()
+    port.port.close()
+    for sock in others:
+        sock.close()
+
+
+def test_a_client_that_was_put_out_before_it_had_its_say_calls_again_until_its_time_is_over():
+    def deal(channel: Channel) -> None:
+        wire.admit(channel, TOKEN, 5)
+        wire.welcome(channel, {"devices": ["cpu"]})
+
+    def challenge(channel: Channel) -> None:
+        channel.send(wire.CHALLENGE, 0, header={"nonce": "0" * 64})
+
+    with serving(Channel.close, challenge, deal) as address:
+        RankGroup.connect(address, TOKEN, timeout=5).close()
+    started = time.monotonic()
+    with serving(*[Channel.close] * 100) as address, pytest.raises(RankError, match="others may crowd it"):
+        RankGroup.connect(address, TOKEN, timeout=1)
+    assert time.monotonic() - started < 3
+
+
+def test_silent_strangers_that_call_again_at_once_do_not_keep_the_client_out(tmp_path):
+    listener = tcp_listener("127.0.0.1:0")
+    where = listener.getsockname()
+    port = Port(tmp_path, listener=listener).port
+    over = threading.Event()
+
+    def sit() -> None:
+        while not over.is_set():
+            with suppress(OSError), socket.create_connection(where, 5) as sock:
+                while sock.recv(4096):
+                    pass
+
+    strangers = [threading.Thread(target=sit, daemon=True) for _ in range(32)]
+    for stranger in strangers:
+        stranger.start()
+    try:
+        deadline = time.monotonic() + 5
+        while len(port._strangers) < STRANGERS and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(10):
+            started = time.monotonic()
+            RankGroup.connect(f"127.0.0.1:{where[1]}", TOKEN, timeout=5).close()
+            assert time.monotonic() - started < 4
+            while port.has_client and time.monotonic() < started + 5:
+                time.sleep(0.01)
+    finally:
+        over.set()
+        port.close()
+        for stranger in strangers:
+            stranger.join(10)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_hundreds_of_hostile_connections_leave_the_port_as_it_was(port):
     generator = random.Random(3)
     hostile = [
@@ -400,6 +546,8 @@ def test_hundreds_of_hostile_connections_leave_the_port_as_it_was(port):
         frame(kind=wire.ANSWER, header_bytes=1 << 31),
         frame(kind=wire.ANSWER, payload_bytes=1 << 62),
         frame(kind=wire.ANSWER, message=message(["uint8", [2**33]]), payload_bytes=2**33),
+        frame(kind=wire.ANSWER, message=message(["float32", [2**34] * 3 + [0]])),
+        frame(kind=wire.ANSWER, message=message(name="\ud800")),
     ]
     threads = threading.active_count()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -410,7 +558,7 @@ def test_hundreds_of_hostile_connections_leave_the_port_as_it_was(port):
             data += generator.randbytes(generator.randrange(200))
         sock = port.raw()
         suppressed(sock.sendall, data)
-        if index % 50 == 0:
+        if index < len(hostile) or index % 50 == 0:
             time.sleep(0.05)
         sock.close()
     client = port.client_within(5)

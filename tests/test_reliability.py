@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -310,6 +311,9 @@ BASES = [
     frame(sequence=1, message=message(["float32", [2**63]])),
     frame(sequence=1, message=message(["float32", [4]]), payload=bytes(15)),
     frame(sequence=1, message=message(["object", [1]])),
+    frame(sequence=1, message=message(["float32", [2**34, 2**34, 2**34, 0]])),
+    frame(sequence=1, message=message(name="\ud800")),
+    frame(sequence=1, message=message(name="\udcff" * 1000)),
     frame(sequence=0),
     frame(sequence=1, kind=wire.REPLY),
     b"GET / HTTP/1.1\r\n\r\n",
@@ -339,6 +343,13 @@ def test_malformed_messages_with_and_without_the_token_do_nothing_to_the_ranks(t
         host, _, port = nodes.address.rpartition(":")
         row = Row("malformed messages, half of them from a peer with the token")
         generator = random.Random(count)
+        for data in BASES:
+            # A command of a client that has left is not begun.
+            with introduced(host, int(port), token) as sock, suppress(TimeoutError, ConnectionError):
+                sock.settimeout(1)
+                sock.sendall(data)
+                while sock.recv(65536):
+                    pass
         for index in range(count):
             sock = introduced(host, int(port), token if index % 2 else None)
             started = time.monotonic()

@@ -8,8 +8,9 @@ all little-endian. The JSON header is ``{"name": str, "header": object, "tensors
 payload holds the tensors in order, each starting at a multiple of 64 bytes, the gaps filled with zeros. The
 sequence counts the frames of one direction from 0, so that a frame cannot be sent twice.
 
-Nothing is believed: lengths have limits, the payload must be exactly what the tensors' dtypes and shapes need,
-and before the handshake a peer may send 512 bytes of header and no payload at all.
+Nothing is believed: lengths have limits, the payload must be exactly what the tensors' dtypes and shapes need, and
+before it has proven that it knows the token a peer may send 512 bytes of header (the ranks' welcome, which holds
+their proof, 8192) and no payload at all.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ PREFIX = struct.Struct("<4sBBHIIQQ")
 # Ten LoRAs of every layer of Qwen-Image take 3 MB and 17,000 tensors.
 HEADER_LIMIT = 8 << 20
 STRANGER_HEADER_LIMIT = 512
+# The welcome names the devices: a hundred ranks on hosts with names as long as Linux allows.
+WELCOME_HEADER_LIMIT = 8192
+NAME_LIMIT = 128
 PAYLOAD_LIMIT = 16 << 30
 TENSOR_LIMIT = 65536
 DIM_LIMIT = 16
@@ -96,12 +100,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return cast(Any, tensor.numpy()).data
 
 
+def usable_name(name: str) -> bool:
+    """Whether a message may have this name: text that can be logged, so no control characters or half surrogates."""
+    return len(name) <= NAME_LIMIT and name.isprintable()
+
+
 def pack(name: str, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Packed:
     """Write a message. Tensors on a device are copied to the CPU, those on the CPU are sent from where they lie.
 
-    Raises ValueError where the header is no JSON (NaN and infinity included), is too long, or a dtype is not
-    in `DTYPES`.
+    Raises ValueError where the name is not usable, the header is no JSON (NaN and infinity included) or too long, or
+    a dtype is not in `DTYPES`.
     """
+    if not usable_name(name):
+        raise ValueError(f"a message cannot have the name {ascii(name)[:80]}")
     layout = []
     buffers: list[memoryview] = []
     offset = 0
@@ -145,6 +156,8 @@ def parse_header(
     name, header, tensors = message["name"], message["header"], message["tensors"]
     if not isinstance(name, str) or not isinstance(header, dict) or not isinstance(tensors, list):
         raise ChannelError("name, header or tensors of the header has the wrong type")
+    if not usable_name(name):
+        raise ChannelError(f"unusable name {ascii(name)[:80]}")
     if len(tensors) > TENSOR_LIMIT:
         raise ChannelError(f"{len(tensors)} tensors in one message; the limit is {TENSOR_LIMIT}")
     layout = []
@@ -159,6 +172,9 @@ def parse_header(
             raise ChannelError(f"unusable shape {str(shape)[:80]}")
         if any(type(size) is not int or not 0 <= size <= PAYLOAD_LIMIT for size in shape):
             raise ChannelError(f"unusable shape {str(shape)[:80]}")
+        # An empty tensor too has strides, whose numbers must not overflow.
+        if math.prod(size or 1 for size in shape) > PAYLOAD_LIMIT:
+            raise ChannelError(f"tensors of more than {PAYLOAD_LIMIT} bytes are announced")
         dtype = DTYPES[dtype_name]
         length = math.prod(shape) * dtype.itemsize
         start = offset + -offset % ALIGNMENT
@@ -284,8 +300,8 @@ class Channel:
                 self._check_wait(moved_at, idle=True)
             moved_at = time.monotonic()
 
-    def receive(self, *, stranger: bool = False) -> Frame:
-        """Wait for one frame. `stranger` sets the limits that hold before the handshake.
+    def receive(self, *, stranger: int | None = None) -> Frame:
+        """Wait for one frame. From a peer that has proven nothing: `stranger` bytes of header at most, and no payload.
 
         Raises ChannelClosed at the end of the connection and ChannelError for a malformed frame; after either
         the channel is of no more use.
@@ -305,10 +321,10 @@ class Channel:
         if sequence != self._received:
             raise ChannelError(f"frame {sequence} where frame {self._received} is due: repeated or lost")
         self._received = (self._received + 1) & 0xFFFFFFFF
-        limit = STRANGER_HEADER_LIMIT if stranger else HEADER_LIMIT
+        limit = HEADER_LIMIT if stranger is None else stranger
         if header_bytes > limit:
             raise ChannelError(f"a header of {header_bytes} bytes; the limit is {limit}")
-        if payload_bytes and (stranger or self._deadline is not None):
+        if payload_bytes and stranger is not None:
             raise ChannelError("a payload before the handshake")
         raw = bytearray(header_bytes)
         self._fill(memoryview(raw))
@@ -353,7 +369,7 @@ def admit(channel: Channel, token: str, timeout: float) -> None:
     channel.set_deadline(time.monotonic() + timeout)
     nonce = secrets.token_hex(32)
     channel.send(CHALLENGE, 0, header={"nonce": nonce})
-    frame = channel.receive(stranger=True)
+    frame = channel.receive(stranger=STRANGER_HEADER_LIMIT)
     if frame.kind != ANSWER:
         raise ChannelError("the peer does not answer the challenge")
     peer = _text(frame, "nonce")
@@ -373,16 +389,17 @@ def welcome(channel: Channel, description: dict[str, Any]) -> None:
 def introduce(channel: Channel, token: str, timeout: float) -> dict[str, Any]:
     """The connecting side of the handshake; returns the group's description.
 
-    Raises ChannelError where the other side refuses, or cannot prove that it knows the token.
+    Raises ChannelError where the other side refuses, or cannot prove that it knows the token, and ChannelClosed where
+    it ends the connection before it has said either.
     """
     channel.set_deadline(time.monotonic() + timeout)
-    frame = channel.receive(stranger=True)
+    frame = channel.receive(stranger=STRANGER_HEADER_LIMIT)
     if frame.kind != CHALLENGE:
         raise ChannelError("no challenge came: this is no rank group")
     nonce = secrets.token_hex(32)
     peer = _text(frame, "nonce")
     channel.send(ANSWER, 0, header={"nonce": nonce, "proof": _proof(token, "client", peer, nonce)})
-    frame = channel.receive()
+    frame = channel.receive(stranger=WELCOME_HEADER_LIMIT)
     if frame.kind == REFUSED:
         raise ChannelError(f"the rank group refused this client: {_text(frame, 'reason')[:200]}")
     if frame.kind != WELCOME:

@@ -1,6 +1,8 @@
 """Rank 0's side of the channel: it listens, admits one client that knows the token, and reads its frames.
 
-A stranger costs a thread for a few seconds and nothing else; at most `STRANGERS` of them are heard at once.
+A stranger costs a thread for a few seconds and nothing else; at most `STRANGERS` of them are heard at once. Nobody is
+refused because they are silent: the next one waits until one leaves, or until the oldest has been heard for
+`HEARD_AT_LEAST` seconds and is put out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from .channel import Channel, ChannelClosed, ChannelError, Frame
 
 log = logging.getLogger("comfy_tp.port")
 
-STRANGERS = 8
+STRANGERS = 16
+# Many round trips of the handshake.
+HEARD_AT_LEAST = 0.25
+# Strangers that wait in the system's queue until they are heard.
+BACKLOG = 128
 WAITING_COMMANDS = 8
 # Above every request's number: a client that left wants none of its answers.
 CLIENT_LEFT = 1 << 64
@@ -85,7 +91,8 @@ class ClientPort:
         self._description = description
         self._handshake_timeout = handshake_timeout
         self._orders: queue.Queue[Order] = queue.Queue(WAITING_COMMANDS)
-        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._strangers: dict[Channel, float] = {}  # since when each is heard, the oldest first
+        self._stranger_left = threading.Condition()
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
@@ -94,7 +101,7 @@ class ClientPort:
         """Begin to listen. `on_cancel(request)` is called in the reader's thread: requests up to that one."""
         self._on_cancel = on_cancel
         self._listener.settimeout(wire.WAKE)
-        self._listener.listen(STRANGERS)
+        self._listener.listen(BACKLOG)
         threading.Thread(target=self._accept, name="comfy_tp port", daemon=True).start()
         if self._description.get("beat"):
             threading.Thread(target=self._beat, name="comfy_tp beat", daemon=True).start()
@@ -146,16 +153,26 @@ class ClientPort:
                 log.warning("accept failed: %s", error)
                 time.sleep(wire.WAKE)
                 continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            threading.Thread(target=self._meet, args=(sock,), name="comfy_tp client", daemon=True).start()
+            channel = Channel(sock)
+            self._make_room_for(channel)
+            threading.Thread(target=self._meet, args=(channel,), name="comfy_tp client", daemon=True).start()
 
-    def _meet(self, sock: socket.socket) -> None:
-        channel = Channel(sock)
+    def _make_room_for(self, stranger: Channel) -> None:
+        with self._stranger_left:
+            while len(self._strangers) >= STRANGERS:
+                oldest, since = next(iter(self._strangers.items()))
+                left = since + HEARD_AT_LEAST - time.monotonic()
+                if left > 0:
+                    self._stranger_left.wait(left)
+                else:
+                    del self._strangers[oldest]
+                    oldest.close()
+            self._strangers[stranger] = time.monotonic()
+
+    def _meet(self, channel: Channel) -> None:
         client = None
         try:
             try:
@@ -167,7 +184,9 @@ class ClientPort:
                 wire.welcome(channel, self._description)
                 client.welcome = True
             finally:
-                self._strangers.release()
+                with self._stranger_left:
+                    self._strangers.pop(channel, None)
+                    self._stranger_left.notify_all()
             self._read(client)
         except ChannelClosed as error:
             log.info("connection ended: %s", error)
