@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from group_processes import COMMANDS, running, still_running
 from comfy_tp.core.errors import CheckpointError, RankError, RankOutOfMemory
 from comfy_tp.core.group import pulse as life
 from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.group.judge import Judge
 
 
 def start(tmp_path: Path, **options) -> RankGroup:
@@ -312,6 +314,26 @@ def test_nothing_outlives_a_client_whose_forked_child_still_holds_the_pipe(tmp_p
     finally:
         os.killpg(client.pid, signal.SIGKILL)
         client.stdout.close()
+
+
+def test_a_group_is_given_its_step_timeout_beyond_the_slowest_step_that_was_seen():
+    pulse = life.PulseFile(None, 2)
+    judge = Judge(pulse, ["cpu", "cpu"], step_timeout=5.0, heartbeat_timeout=60.0, error_grace=1.0)
+    now = time.monotonic()
+    for slot in (1, 2):
+        pulse.put(slot, life.HEARTBEAT, now)
+        pulse.put(slot, life.STATE, life.BUSY)
+        pulse.put(slot, life.PROGRESS, now - 8.0)
+    pulse.put(2, life.SLOWEST, 4.0)
+    assert judge.verdict() is None
+    pulse.put(2, life.SLOWEST, 2.0)
+    assert "made no progress for 8 s" in judge.verdict()["cause"]
+
+
+def test_a_group_waits_two_minutes_unless_told_otherwise():
+    limits = inspect.signature(RankGroup.start).parameters
+    assert limits["step_timeout"].default == 120.0
+    assert limits["heartbeat_timeout"].default is None  # the same, at most a minute
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_ranks(tmp_path):

@@ -231,21 +231,34 @@ def test_wrong_sums_or_none_of_nccl_start_the_ranks_again_without_p2p_and_say_so
     assert "Try again with NCCL_P2P_DISABLE=1." in logs
 
 
-def test_the_self_test_knows_a_wrong_sum(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_the_self_test_knows_a_wrong_sum_of_each_dtype(monkeypatch, dtype):
     from comfy_tp.core.group import rank
-
-    def reduce_wrongly(tensor, group=None):
-        tensor.mul_(3)
-        tensor[100] += 1
 
     def reduce(tensor, group=None):
         tensor.copy_((tensor.float() * 3).to(tensor.dtype))
+        if tensor.dtype == dtype:
+            tensor[100] += 1
 
     monkeypatch.setattr(rank.dist, "all_reduce", reduce)
-    assert rank.self_test(None, 0, 2, torch.device("cpu")) is None
-    monkeypatch.setattr(rank.dist, "all_reduce", reduce_wrongly)
     wrong = rank.self_test(None, 0, 2, torch.device("cpu"))
-    assert wrong == "an all-reduce of torch.float32 over 2 ranks gave 1 wrong sums of 4096"
+    assert wrong == (
+        f"an all-reduce of {dtype} over 2 ranks gave 1 wrong sums of 4096" if dtype is not None else None
+    )
+
+
+def test_only_nccl_with_p2p_is_started_again_without_it(monkeypatch):
+    from comfy_tp.core.group import rank
+
+    backend = "nccl"
+    monkeypatch.setattr(rank.dist, "get_backend", lambda group: backend)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert rank.p2p_in_use(None)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert not rank.p2p_in_use(None)
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    backend = "gloo"
+    assert not rank.p2p_in_use(None)
 
 
 def test_ten_log_folders_are_kept_and_those_of_running_groups(tmp_path, monkeypatch):

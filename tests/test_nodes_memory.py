@@ -23,6 +23,8 @@ from comfy_inprocess import (
 )
 
 from comfy_tp.core.errors import CheckpointError, RankError
+from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.remote import RemoteModel
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
 
@@ -318,8 +320,6 @@ def test_loading_makes_room_on_every_device_first(monkeypatch):
 
 
 def test_parked_shards_stay_parked_however_often_room_is_asked_for_and_come_back(monkeypatch):
-    from comfy_tp.core.remote import RemoteModel
-
     loaded = load_tp(NAME, policy="park")
     before = image(loaded)
     management = freeing(monkeypatch, 1 << 40)
@@ -486,6 +486,68 @@ def test_cancel_while_loading_leaves_nothing_loaded_and_the_next_load_works():
         load_tp(NAME)
     assert not model.sharded.loaded
     assert load_tp(NAME).sharded.loaded
+
+
+SLOW_COMMANDS = """
+import time
+from comfy_tp.core.checkpoint import reader
+from comfy_tp.core.group.commands import COMMANDS, describe_models
+
+read = reader._Reader.read
+
+def slow(self, batch):
+    time.sleep(0.2)
+    return read(self, batch)
+
+reader._Reader.read = slow
+reader.CHUNK = 1 << 16
+"""
+
+
+def test_ranks_stop_reading_when_a_load_is_cancelled(folder, tmp_path):
+    table = tmp_path / "slow.py"
+    table.write_text(SLOW_COMMANDS)
+    seen = []
+    with RankGroup.start(["cpu", "cpu"], commands=f"{table}:COMMANDS", log_dir=tmp_path / "logs") as group:
+
+        def poll():
+            if seen and seen[-1][0] > 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            RemoteModel.load(group, str(folder), poll=poll, on_progress=lambda *figures: seen.append(figures))
+        # In the middle of it: to its end it would have taken many times as long.
+        assert 0 < seen[-1][0] < seen[-1][1] / 4
+        cancelled = time.monotonic()
+        assert group.request("ping").header["degree"] == 2
+        assert time.monotonic() - cancelled < 0.2 + 0.3
+        assert not any(rank["models"] for rank in group.status()["ranks"])
+
+
+def test_cancel_while_the_ranks_start_takes_effect_at_once_and_the_next_load_works(monkeypatch):
+    import comfy.model_management as management
+
+    from comfy_tp.comfy_tp_nodes import groups
+
+    model = load_tp(NAME, 4)
+    group = model.sharded.require().group
+    before = image(model)
+    model.sharded.unload()
+    groups.close_group(group)
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        management.interrupt_current_processing()
+
+    timer = threading.Timer(0.5, press)
+    timer.start()
+    with pytest.raises(management.InterruptProcessingException):
+        load_tp(NAME, 4)
+    took = time.monotonic() - pressed[0]
+    assert took < 0.3 + 0.5  # the processes end in it too
+    assert not model.sharded.loaded
+    assert torch.equal(image(model), before)
 
 
 def test_loading_shows_its_progress(monkeypatch):
