@@ -6,6 +6,8 @@ import importlib
 import logging
 from typing import Any
 
+log = logging.getLogger("comfy_tp.nodes")
+
 # File under nodes/ -> the class in it. The order is the one in which ComfyUI registers them.
 NODES = {
     "load_model": "LoadTPModel",
@@ -34,13 +36,17 @@ def node_list() -> list[type]:
     from .seams import advice, problems
 
     found = problems()
-    if found:
-        from .misfit import stand_ins
+    if not found:
+        try:
+            return [
+                getattr(importlib.import_module(f".nodes.{name}", __name__), class_name)
+                for name, class_name in NODES.items()
+            ]
+        except Exception as error:  # whatever the list of seams does not know of
+            log.exception("the nodes cannot be imported")
+            found = [f"its nodes cannot be imported ({type(error).__name__}: {error})"]
+    from .misfit import stand_ins
 
-        text = advice(found)
-        logging.getLogger("comfy_tp.nodes").error("%s", text)
-        return stand_ins(text)
-    return [
-        getattr(importlib.import_module(f".nodes.{name}", __name__), class_name)
-        for name, class_name in NODES.items()
-    ]
+    text = advice(found)
+    log.error("%s", text)
+    return stand_ins(text)

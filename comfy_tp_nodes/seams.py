@@ -88,7 +88,10 @@ SEAMS: dict[str, tuple[str, ...] | None] = {
     "comfy.model_patcher.ModelPatcher.register_all_hook_patches": ("self", "hooks"),
     "comfy.model_patcher.ModelPatcher.set_additional_models": ("self", "key", "models"),
     "comfy.model_patcher.ModelPatcher.unpatch_model": ("self", "device_to", "unpatch_weights"),
-    "comfy.model_sampling.CONST": None,
+    "comfy.model_sampling.CONST.calculate_denoised": ("self", "sigma", "model_output", "model_input"),
+    "comfy.model_sampling.CONST.calculate_input": ("self", "sigma", "noise"),
+    "comfy.model_sampling.CONST.inverse_noise_scaling": ("self", "sigma", "latent"),
+    "comfy.model_sampling.CONST.noise_scaling": ("self", "sigma", "noise", "latent_image", "max_denoise"),
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": None,
     "comfy.patcher_extension.WrapperExecutor.execute": ("self", "args", "kwargs"),
     "comfy.patcher_extension.WrapperExecutor.new_class_executor": ("original", "class_obj", "wrappers"),
@@ -114,7 +117,8 @@ SEAMS: dict[str, tuple[str, ...] | None] = {
     "comfy.samplers.KSampler": ("model", "steps", "device", "sampler", "scheduler", "denoise"),
     "comfy.samplers.KSampler.SAMPLERS": None,
     "comfy.samplers.KSampler.SCHEDULERS": None,
-    "comfy.samplers.Sampler": None,
+    "comfy.samplers.Sampler.max_denoise": ("self", "model_wrap", "sigmas"),
+    "comfy.samplers.Sampler.sample": ("self",),
     "comfy.samplers.sampler_object": ("name",),
     "comfy.sd.CLIP": ("no_init",),
     "comfy.sd.CLIP.clone": ("self",),
@@ -124,6 +128,7 @@ SEAMS: dict[str, tuple[str, ...] | None] = {
     "comfy.sd.VAE.decode_tiled": ("self", "samples", "tile_x", "tile_y", "overlap"),
     "comfy.sd.VAE.encode": ("self", "pixel_samples"),
     "comfy.sd.VAE.encode_tiled": ("self", "pixel_samples", "tile_x", "tile_y", "overlap"),
+    "comfy.sd.VAE.get_ram_usage": ("self",),
     "comfy.sd.VAE.vae_encode_crop_pixels": ("self", "pixels"),
     "comfy.supported_models.Flux": ("unet_config",),
     "comfy.supported_models.Flux2": ("unet_config",),
@@ -145,6 +150,8 @@ SEAMS: dict[str, tuple[str, ...] | None] = {
     "comfy_api.latest.io.Combo.Input": ("id", "options", "tooltip", "default"),
     "comfy_api.latest.io.Clip.Output": None,
     "comfy_api.latest.io.ComfyNode": None,
+    "comfy_api.latest.io.Custom": ("io_type",),
+    "comfy_api.latest.io.Input": None,
     "comfy_api.latest.io.Conditioning.Input": ("id", "tooltip"),
     "comfy_api.latest.io.Float.Input": ("id", "tooltip", "default", "min", "max", "step", "round"),
     "comfy_api.latest.io.Int.Input": ("id", "tooltip", "default", "min", "max", "control_after_generate"),
@@ -184,8 +191,8 @@ def _problems(seams: dict[str, tuple[str, ...] | None]) -> Iterator[str]:
     for name, parameters in seams.items():
         try:
             found = _resolve(name)
-        except (ImportError, AttributeError) as error:
-            yield f"{name} is missing ({error})"
+        except Exception as error:  # a module of ComfyUI's may fail in any way when it is imported
+            yield f"{name} is missing ({type(error).__name__}: {error})"
             continue
         if parameters is None:
             continue

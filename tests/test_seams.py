@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from comfy_inprocess import in_comfy  # noqa: F401  a fixture
@@ -74,13 +77,78 @@ def test_nothing_of_comfyui_is_used_that_is_not_listed():
     listed = {
         ".".join(name.split(".")[:length]) for name in SEAMS for length in range(1, name.count(".") + 2)
     }
-    unlisted = sorted(name for name in used_names() if not covered(name, listed))
-    assert unlisted == []
+    assert sorted(name for name in used_names() if name not in listed and not of_an_object(name)) == []
 
 
-def covered(name: str, listed: set[str]) -> bool:
-    """Whether the name, or what it is an attribute of beyond a listed name, is in the list."""
-    return name in listed or any(name.startswith(f"{seam}.") for seam in listed if seam.count(".") >= 2)
+def of_an_object(name: str) -> bool:
+    """Whether the name is an attribute of a listed thing that is neither a module nor a class, such as a list."""
+    from comfy_tp.comfy_tp_nodes.seams import SEAMS, _resolve
+
+    seams = [seam for seam in SEAMS if name.startswith(f"{seam}.")]
+    return any(not isinstance(_resolve(seam), type | ModuleType) for seam in seams)
+
+
+def test_what_our_classes_override_and_use_of_comfyuis_classes_is_listed():
+    from comfy_tp.comfy_tp_nodes.seams import SEAMS
+
+    unlisted = {
+        f"{kind.__name__}: {base.__module__}.{base.__qualname__}.{name}"
+        for kind in our_classes()
+        for name, base in inherited_names(kind)
+        if not any(f"{each.__module__}.{each.__qualname__}.{name}" in SEAMS for each in comfy_bases(kind))
+    }
+    assert sorted(unlisted) == []
+
+
+def our_classes() -> list[type]:
+    """The classes of the pack that are made from one of ComfyUI's, nodes apart: those have a contract of their own."""
+    import importlib
+
+    for file in PACK.glob("*.py"):
+        importlib.import_module(f"comfy_tp.comfy_tp_nodes.{file.stem}")
+    modules = [module for name, module in sys.modules.items() if name.startswith("comfy_tp.comfy_tp_nodes.")]
+    found = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and comfy_bases(value)
+    }
+    return sorted(
+        (kind for kind in found if not issubclass(kind, ComfyNode())), key=lambda kind: kind.__name__
+    )
+
+
+def ComfyNode() -> type:
+    from comfy_api.latest import io
+
+    return io.ComfyNode
+
+
+def comfy_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if base.__module__.split(".")[0] in COMFY]
+
+
+def inherited_names(kind: type) -> set[tuple[str, type]]:
+    """Names of ComfyUI's that the class and its mixins define anew, or take from themselves (`self.x`, `super().x`)."""
+    own = [part for part in kind.__mro__ if part.__module__.startswith("comfy_tp.")]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(part))) for part in own]
+    used = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+            or (
+                isinstance(node.value, ast.Call)
+                and isinstance(node.value.func, ast.Name)
+                and node.value.func.id == "super"
+            )
+        )
+    }
+    names = {name for name in used.union(*map(vars, own)) if not name.startswith("__")}
+    found = {name: next((base for base in comfy_bases(kind) if name in vars(base)), None) for name in names}
+    return {(name, base) for name, base in found.items() if base is not None}
 
 
 def test_a_missing_name_and_a_missing_parameter_are_told():
@@ -115,6 +183,20 @@ def test_on_a_comfyui_that_does_not_fit_the_pack_loads_and_its_nodes_say_what_is
     assert [node.GET_SCHEMA().node_id for node in nodes] == list(misfit.NODES)
     with pytest.raises(
         UnsupportedError, match=r"needs ComfyUI 0\.3\.75 .* this is 0\.3\.75.*takes no flavour"
+    ):
+        nodes[0].execute()
+
+
+def test_nodes_that_cannot_be_imported_are_stood_in_for_too(monkeypatch):
+    import comfy_tp.comfy_tp_nodes as pack
+    from comfy_tp.comfy_tp_nodes import misfit
+    from comfy_tp.core.errors import UnsupportedError
+
+    monkeypatch.setitem(pack.NODES, "sampler", "TPSamplerOfAnotherTime")
+    nodes = pack.node_list()
+    assert [node.GET_SCHEMA().node_id for node in nodes] == list(misfit.NODES)
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be imported \(AttributeError: .*TPSamplerOfAnotherTime"
     ):
         nodes[0].execute()
 
