@@ -88,6 +88,7 @@ class RemoteModel:
         self._patches = PatchSender()
         self._keys = itertools.count(1)
         self._kept: OrderedDict[int, Callable[[], torch.Tensor | None]] = OrderedDict()
+        self._forgotten: list[int] = []  # what the ranks have not been told yet
         self._closed = False
 
     @classmethod
@@ -140,12 +141,14 @@ class RemoteModel:
             if owner() is tensor:
                 self._kept.move_to_end(key)
                 return key
-        forget = []
         while len(self._kept) >= KEPT_TENSORS:
-            forget.append(self._kept.popitem(last=False)[0])
+            self._forgotten.append(self._kept.popitem(last=False)[0])
         key = next(self._keys)
-        header = {"model": self.model_id, "key": key, "forget": forget}
+        header = {"model": self.model_id, "key": key, "forget": self._forgotten}
+        # Until the ranks have answered they may hold it, or not: then they are told to forget it the next time.
+        self._forgotten = [*self._forgotten, key]
         self.group.request("keep", header, [tensor.detach().cpu().contiguous()], poll=poll)
+        self._forgotten = []
         self._kept[key] = weakref.ref(tensor)
         return key
 

@@ -14,7 +14,7 @@ import torch
 
 from comfy_tp.core.errors import InputError, UnsupportedError
 from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.remote import Conditioning, RemoteModel
+from comfy_tp.core.remote import KEPT_TENSORS, Conditioning, RemoteModel
 from comfy_tp.core.sampling import JOINT_TOKENS, SAMPLERS, Condition, denoise
 
 SPREAD = 0.6  # standard deviation of the data in the closed-form flow
@@ -319,6 +319,29 @@ def assert_four_steps_are_the_pipelines(
     tokens = found.flatten(2).transpose(1, 2)
     assert float((tokens - expected).norm() / expected.norm()) < 1e-5
     assert float((tokens - noise.flatten(2).transpose(1, 2)).norm() / expected.norm()) > 0.1
+
+
+def test_the_ranks_keep_the_conditionings_that_were_used_last_and_no_others(remote: RemoteModel) -> None:
+    def velocity(key: int) -> torch.Tensor:
+        return remote.forward(random(1, 128, 2, 2, seed=1), torch.tensor([0.5]), [key])
+
+    def cancel() -> None:
+        raise KeyboardInterrupt
+
+    tensors = [random(1, 3, 48, seed=index) for index in range(KEPT_TENSORS + 1)]
+    first = remote.keep(tensors[0])
+    expected = velocity(first)
+    # What was cancelled may have reached the ranks, or not: they are told to forget it all the same.
+    cancelled = random(1, 3, 48, seed=99)
+    with pytest.raises(KeyboardInterrupt):
+        remote.keep(cancelled, poll=cancel)
+    keys = [first, *(remote.keep(tensor) for tensor in tensors[1:-1])]
+    assert remote.keep(tensors[0]) == first  # used again: it is not the next to go
+    last = remote.keep(tensors[-1])
+    assert torch.equal(velocity(first), expected) and velocity(last).isfinite().all()
+    for gone in (keys[1], first + 1):
+        with pytest.raises(InputError, match=f"hold no tensor under key {gone}"):
+            velocity(gone)
 
 
 @pytest.mark.parametrize(
