@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -10,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..wording import quote, short
 from .header import Header, TensorEntry, read_header
+from .strict_json import read_object
 
 SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".pkl")
 # Names that diffusers and transformers give their weights, in the order in which they are looked for.
 STEMS = ("diffusion_pytorch_model", "model")
 INDEX_LIMIT = 16_000_000
-CONFIG_LIMIT = 4_000_000
+CONFIG_LIMIT = 1_000_000
 # One owner and one name, each of letters, digits, '.', '_' and '-': how the hub spells a repository.
 REPOSITORY_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
@@ -59,7 +60,7 @@ class Checkpoint:
             for name, entry in header.entries.items():
                 if name in entries:
                     raise CheckpointError(
-                        f"Tensor '{name}' lies in two files, {entries[name].path} and {header.path}. Remove the file "
+                        f"Tensor '{short(name)}' lies in two files, {entries[name].path} and {header.path}. Remove the file "
                         f"that does not belong to the model, or download the model again."
                     )
                 entries[name] = entry
@@ -68,7 +69,7 @@ class Checkpoint:
             entry_or_none = entries.get(name)
             if entry_or_none is None or entry_or_none.path != file:
                 raise CheckpointError(
-                    f"{files.index}: tensor '{name}' should lie in {file}, but that file does not have it. The index "
+                    f"{files.index}: tensor '{short(name)}' should lie in {file}, but that file does not have it. The index "
                     f"and the files are of different versions; download them again."
                 )
         config = _read_config(location) if location.is_dir() else _config_beside(location)
@@ -197,17 +198,15 @@ def _require_safetensors(path: Path) -> None:
             "Only safetensors weights can be read in shards; use the model's .safetensors files, or convert them with "
             "save_pretrained(safe_serialization=True)"
         )
-    raise CheckpointError(f"{path} is not a safetensors file. {advice}.")
+    raise CheckpointError(f"{path.parent / short(path.name)} is not a safetensors file. {advice}.")
 
 
 def _indexed(index: Path) -> WeightFiles:
-    table = _read_json(index, INDEX_LIMIT)
-    weight_map = table.get("weight_map")
+    weight_map = read_object(index, INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index} has no 'weight_map' that says where the tensors lie. Download it again."
         )
-    located: dict[str, str] = {}
     for name, file in weight_map.items():
         if (
             not isinstance(file, str)
@@ -216,48 +215,34 @@ def _indexed(index: Path) -> WeightFiles:
             or "\\" in file
         ):
             raise CheckpointError(
-                f"{index}: tensor '{name}' is said to lie in {file!r}, which is outside the model's folder. An index "
-                f"may only name files beside it; do not use this model unless you trust its source."
+                f"{index}: tensor '{short(name)}' is said to lie in {quote(file)}, which is outside the model's "
+                f"folder. An index may only name files beside it; do not use this model unless you trust its source."
             )
-        located[name] = os.fspath(index.parent / file)
-    paths = tuple(sorted(set(located.values())))
-    for path in paths:
-        _require_safetensors(Path(path))
-    missing = [os.path.basename(path) for path in paths if not os.path.isfile(path)]
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        _require_safetensors(index.parent / file)
+    missing = [file for file in files if not os.path.isfile(index.parent / file)]
     if missing:
         raise CheckpointError(
-            f"{index.parent}: {len(missing)} of {len(paths)} weight files are missing: {', '.join(missing[:5])}"
-            f"{', ...' if len(missing) > 5 else ''}. Download them again."
+            f"{index.parent}: {len(missing)} of {len(files)} weight files are missing: "
+            f"{', '.join(map(short, missing[:5]))}{', ...' if len(missing) > 5 else ''}. Download them again."
         )
-    return WeightFiles(paths, os.fspath(index), located)
+    paths = {file: os.fspath(index.parent / file) for file in files}
+    located = {name: paths[file] for name, file in weight_map.items()}
+    return WeightFiles(tuple(paths.values()), os.fspath(index), located)
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
-    return _read_json(path, CONFIG_LIMIT) if path.is_file() else None
+    return read_object(path, CONFIG_LIMIT) if path.is_file() else None
 
 
 def _config_beside(file: Path) -> dict[str, Any] | None:
     """The config.json in the folder of a weight file: it may be anything, another program's too."""
     try:
         return _read_config(file.parent)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return None
-
-
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(
-            f"{path} has {size} bytes, more than any real one ({limit}). Download it again."
-        )
-    try:
-        table = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}). Download it again.") from None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path} is not a JSON object. Download it again.")
-    return table
 
 
 def inside(folder: Path, subfolder: str) -> Path:

@@ -7,15 +7,16 @@ Source: the format section of the safetensors repository.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import CheckpointError
+from ..wording import quote, short
+from .strict_json import DamagedJSON, parse_object
 
 # Bits per element and torch's type; None where this build of torch or this reader cannot hold it as plain
 # elements. Such a tensor may lie in a file, but asking for it is an error.
@@ -50,9 +51,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 # The reference reader allows headers of 100 MB. A FLUX.2-dev header is 40 kB and one of 100,000 tensors about 12 MB,
 # so 16 MB leaves room for every real file, while a hostile one cannot make us allocate much.
 HEADER_LIMIT = 16_000_000
-# What parsing the header may allocate. JSON can blow up in memory ("[[],[],..." grows 20-fold), so the cost is
-# estimated from the counts of its structural characters before it is parsed.
-PARSE_LIMIT = 60_000_000
 MAX_ELEMENTS = 2**63 - 1
 
 
@@ -135,7 +133,7 @@ def _parse(path: str, descriptor: int, size: int) -> tuple[dict[str, TensorEntry
         _refuse(
             path, f"its header claims {length} bytes, more than the {HEADER_LIMIT} that any real model needs"
         )
-    table = _decode(path, _read_text(path, descriptor, length))
+    table = _read_table(path, descriptor, length)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "its '__metadata__' is not a table of strings")
@@ -145,62 +143,20 @@ def _parse(path: str, descriptor: int, size: int) -> tuple[dict[str, TensorEntry
     return entries, metadata
 
 
-def _read_text(path: str, descriptor: int, length: int) -> str:
-    """The header's text, once it is sure that parsing it will stay within PARSE_LIMIT."""
+def _read_table(path: str, descriptor: int, length: int) -> dict[str, Any]:
     raw = os.pread(descriptor, length, 8)
     if len(raw) != length:
         _refuse(path, f"its header ends after {len(raw)} of {length} bytes: the file is truncated")
-    # Python stores a text in 1 byte per character, or in 4 when one character needs it; once whole, once in parts.
-    text = 1 if raw.isascii() else 4
-    parts = 4 if b"\\u" in raw else text
-    cost = (
-        len(raw) * max(1 + text, text + parts)
-        + 250 * raw.count(b":")
-        + 100 * (raw.count(b"[") + raw.count(b"{"))
-        + 50 * raw.count(b",")
-    )
-    if cost > PARSE_LIMIT:
-        _refuse(
-            path,
-            f"its header of {len(raw)} bytes would take about {cost // 10**6} MB to parse; no real one does",
-        )
     if raw[:1] != b"{":
         _refuse(path, "is not a safetensors file: its header does not begin with '{'")
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _refuse(path, f"its header is not UTF-8 (byte {error.start})")
-
-
-def _decode(path: str, text: str) -> dict:
-    try:
-        table = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except RecursionError:
-        _refuse(path, "its header is nested too deeply")
-    except ValueError as error:
-        _refuse(path, f"its header is not valid JSON ({error})")
-    if not isinstance(table, dict):
-        _refuse(path, "its header is not a JSON object")
-    return table
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key '{_short(key)}' appears twice")
-            seen.add(key)
-    return table
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number")
+        return parse_object(raw)
+    except DamagedJSON as error:
+        _refuse(path, f"its header {error}")
 
 
 def _entry(path: str, name: str, info: object, data_start: int, size: int) -> TensorEntry:
-    shown = _short(name)
+    shown = short(name)
     if not isinstance(info, dict):
         _refuse(path, "its description is not an object", shown)
     for key in ("dtype", "shape", "data_offsets"):
@@ -208,20 +164,20 @@ def _entry(path: str, name: str, info: object, data_start: int, size: int) -> Te
             _refuse(path, f"its description has no '{key}'", shown)
     dtype = info["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        _refuse(path, f"unknown dtype {_short(repr(dtype))}", shown)
+        _refuse(path, f"unknown dtype {quote(dtype)}", shown)
     shape = info["shape"]
     if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
-        _refuse(path, f"shape {_short(repr(shape))} is not a list of non-negative integers", shown)
+        _refuse(path, f"shape {quote(shape)} is not a list of non-negative integers", shown)
     elements = 1
     for extent in shape:
         if extent > MAX_ELEMENTS:
-            _refuse(path, f"shape {_short(repr(shape))} is larger than any tensor can be", shown)
+            _refuse(path, f"shape {quote(shape)} is larger than any tensor can be", shown)
         elements *= extent
         if elements > MAX_ELEMENTS:
-            _refuse(path, f"shape {_short(repr(shape))} is larger than any tensor can be", shown)
+            _refuse(path, f"shape {quote(shape)} is larger than any tensor can be", shown)
     offsets = info["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        _refuse(path, f"data_offsets {_short(repr(offsets))} are not two non-negative integers", shown)
+        _refuse(path, f"data_offsets {quote(offsets)} are not two non-negative integers", shown)
     begin, end = offsets
     if begin > end:
         _refuse(path, f"data_offsets [{begin}, {end}] run backwards", shown)
@@ -235,7 +191,7 @@ def _entry(path: str, name: str, info: object, data_start: int, size: int) -> Te
     if bits % 8 or bits // 8 != end - begin:
         _refuse(
             path,
-            f"shape {_short(repr(shape))} of {dtype} needs {bits // 8} bytes, but it has {end - begin}",
+            f"shape {quote(shape)} of {dtype} needs {bits // 8} bytes, but it has {end - begin}",
             shown,
         )
     return TensorEntry(name, dtype, tuple(shape), path, data_start + begin, end - begin)
@@ -247,12 +203,12 @@ def _check_coverage(path: str, entries: dict[str, TensorEntry], data_start: int,
     before = None
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start < position:
-            _refuse(path, f"its data overlaps that of '{_short(before or '')}'", _short(entry.name))
+            _refuse(path, f"its data overlaps that of '{short(before or '')}'", short(entry.name))
         if entry.start > position:
             _refuse(
                 path,
                 f"{entry.start - position} bytes before its data belong to no tensor",
-                _short(entry.name),
+                short(entry.name),
             )
         position += entry.nbytes
         before = entry.name
@@ -262,10 +218,6 @@ def _check_coverage(path: str, entries: dict[str, TensorEntry], data_start: int,
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _refuse(path: str, problem: str, tensor: str | None = None) -> NoReturn:
