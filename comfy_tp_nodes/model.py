@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import comfy.conds
@@ -11,8 +12,10 @@ import comfy.model_base
 import comfy.supported_models
 import torch
 
+from ..core.checkpoint.settings import config_path
 from ..core.errors import UnsupportedError
 from ..core.models.qwenimage import check_predicted
+from ..core.skeleton import building
 from .conditioning import KEYS, TEXT_LENGTH, KeyCond
 from .proxy import CONTEXT, REFERENCES, ShardedFlux, ShardedQwenImage
 from .sharded import ShardedModel
@@ -178,7 +181,10 @@ def build_model(sharded: ShardedModel) -> Any:
         return living
     source = sharded.source
     name = source.architecture.name
-    config, model_class, options = SKELETONS[name](unet_config(name, source.config))
+    path = Path(source.path)
+    described = config_path(path) if path.is_dir() else path
     dtype = source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
-    config.set_inference_dtype(getattr(torch, dtype), None)
-    return model_class(config, sharded, **options)
+    with building(source.architecture.model_class, described, sum(source.stored.values())):
+        config, model_class, options = SKELETONS[name](unet_config(name, source.config))
+        config.set_inference_dtype(getattr(torch, dtype), None)
+        return model_class(config, sharded, **options)

@@ -17,6 +17,7 @@ from .checkpoint.broadcast import raise_together
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, check, choose_layout
 from .checkpoint.reader import ReadReport, Wanted, read_shards
+from .checkpoint.settings import check_settings, config_path
 from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError, UnsupportedError
 from .guards import guard
@@ -26,7 +27,8 @@ from .plan import ResolvedPlan
 from .ranks import Ranks
 from .restart import load_shards, saved_shards
 from .shard import ShardSpec
-from .skeleton import build_skeleton, finish, hold_fp8, persistent_buffers, place
+from .skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
+from .wording import quote
 
 DTYPES = {
     "float32": torch.float32,
@@ -153,7 +155,8 @@ def open_model(
     """Recognise the model of `checkpoint` and compare every header with it. Nothing is allocated.
 
     A folder says its class in config.json; a single file is recognised from its tensor names and shapes alone.
-    Raises `CheckpointError` when it is neither, or tensors are missing, unknown or of the wrong shape.
+    Raises `CheckpointError` when it is neither, when its settings make no model, or tensors are missing, unknown or of the
+    wrong shape.
     """
     given = config_of(checkpoint)
     if given is not None:
@@ -168,10 +171,13 @@ def open_model(
                     f"{checkpoint.path} holds a {named}, not a {model_class.__name__}. Load it with {named}."
                 )
         layouts: tuple[FileLayout, ...] = (IDENTITY,)
+        source: str | Path = config_path(checkpoint.path)
     else:
         architecture, config, layouts = _recognise(checkpoint, architecture)
+        source = checkpoint.path
     model_class = model_class or architecture.load_class()
-    skeleton = build_skeleton(model_class, config)
+    with building(model_class.__name__, source, checkpoint.nbytes):
+        skeleton = build_skeleton(model_class, config)
     layout = choose_layout(checkpoint, layouts)
     opened = OpenedModel(checkpoint, architecture, model_class, config, layout, skeleton)
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
@@ -347,11 +353,19 @@ def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The config.json that describes `checkpoint`: a folder's own.
+    """The config.json that describes `checkpoint`, a folder's own, with settings that its weights can have.
 
     One beside a single file may be that of any other model, as in ComfyUI's folder of many. It counts where the file is
     recognised by itself as a model of the class that it names, under diffusers' names, and where it is not recognised.
+    Raises `CheckpointError` as `check_settings` does.
     """
+    config = _own_config(checkpoint)
+    if config is not None:
+        check_settings(checkpoint, config)
+    return config
+
+
+def _own_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     config = checkpoint.config
     if config is None or Path(checkpoint.path).is_dir():
         return config
@@ -369,7 +383,7 @@ def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> A
         if known == class_name:
             return architecture_named(name)
     raise UnsupportedError(
-        f"{checkpoint.path}: config.json names the class {class_name!r}, which has no tensor-parallel plan. Models "
+        f"{checkpoint.path}: config.json names the class {quote(class_name)}, which has no tensor-parallel plan. Models "
         f"that have one: {', '.join(sorted(ARCHITECTURES.values()))}."
     )
 

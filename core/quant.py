@@ -7,7 +7,6 @@ and the OCP 8-bit floating point specification (largest finite values 448 and 57
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,9 @@ import torch.nn.functional as F
 
 from .checkpoint.files import Checkpoint
 from .checkpoint.header import TensorEntry
+from .checkpoint.strict_json import DamagedJSON, parse_object
 from .errors import CheckpointError, UnsupportedError
+from .wording import quote, short
 
 FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -33,6 +34,9 @@ SIDE_TENSORS = (
 )
 WEIGHT_SCALES = ("weight_scale", "scale_weight")
 SMALL_TENSOR = 4096  # bytes; scales and declarations are smaller
+DECLARATION_LIMIT = (
+    15_000_000  # bytes that parsing the declaration of all layers may take: some 30,000 layers
+)
 
 # What to use in place of formats that cannot be sharded, by their names in the files.
 INSTEAD = "Use the fp8 file of the same model (for example flux2_dev_fp8mixed.safetensors) or the bf16 one"
@@ -111,7 +115,8 @@ def _declared(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     declared: dict[str, dict[str, Any]] = {}
     text = checkpoint.metadata.get("_quantization_metadata")
     if text is not None:
-        layers = _json_object(text, f"{checkpoint.path}: `_quantization_metadata`").get("layers")
+        raw = text.encode(errors="surrogatepass")
+        layers = _json_object(raw, f"{checkpoint.path}: `_quantization_metadata`").get("layers")
         if not isinstance(layers, dict):
             raise CheckpointError(
                 f"{checkpoint.path}: `_quantization_metadata` lists no layers. Download the file again."
@@ -120,10 +125,8 @@ def _declared(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
             declared[_with_prefix(checkpoint, module)] = _settings(settings)
     for name, entry in checkpoint.entries.items():
         if name.endswith(".comfy_quant"):
-            raw = _read_small(entry).decode(errors="replace")
-            declared[name.removesuffix(".comfy_quant")] = _settings(
-                _json_object(raw, f"{entry.path}: '{name}'")
-            )
+            settings = _json_object(_read_small(entry), f"{entry.path}: '{short(name)}'")
+            declared[name.removesuffix(".comfy_quant")] = _settings(settings)
     return declared
 
 
@@ -139,28 +142,26 @@ def _settings(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, dict) else {"format": value}
 
 
-def _json_object(text: str, where: str) -> dict[str, Any]:
+def _json_object(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not a JSON object. Download the file again.")
-    return value
+        return parse_object(raw, DECLARATION_LIMIT)
+    except DamagedJSON as error:
+        raise CheckpointError(f"{where} {error}. Download the file again.") from None
 
 
 def _check_format(checkpoint: Checkpoint, module: str, settings: Mapping[str, Any]) -> None:
-    name = settings.get("format")
+    name, layer = settings.get("format"), short(module)
     if not isinstance(name, str) or name not in FORMATS:
+        held = short(name) if isinstance(name, str) else quote(name)
         raise UnsupportedError(
-            f"{checkpoint.path}: layer '{module}' is quantised as {name}, which cannot be sharded yet. {INSTEAD}."
+            f"{checkpoint.path}: layer '{layer}' is quantised as {held}, which cannot be sharded yet. {INSTEAD}."
         )
     entry = checkpoint.entries.get(f"{module}.weight")
     if entry is None or entry.dtype != FORMATS[name]:
         stored = f"stored as {entry.dtype}" if entry is not None else "missing"
         raise CheckpointError(
-            f"{checkpoint.path}: layer '{module}' is declared as {name}, but '{module}.weight' is {stored}. Download "
-            f"the file again."
+            f"{checkpoint.path}: layer '{layer}' is declared as {name}, but '{layer}.weight' is {stored}. Download the "
+            f"file again."
         )
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import quant
-from .errors import CheckpointError
+from .errors import CheckpointError, TPError
 from .linear import ReplicatedLinear, ShardedLinear
 from .plan import ResolvedPlan
 from .ranks import Ranks
+from .wording import cause
+
+# What torch says when the host has no memory, and how many times the bytes of a stored tensor (F4) it has in float32.
+ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+WIDEST = 8
 
 _REGISTERING = threading.Lock()  # one thread at a time replaces nn.Module.register_parameter
 
@@ -23,6 +30,26 @@ def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
     """The model of `config` with every parameter on the meta device; buffers are real, on the CPU."""
     with meta_parameters():
         return model_class.from_config(dict(config)).eval()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def building(name: str, source: str | Path, nbytes: int) -> Iterator[None]:
+    """Inside, what building the model class `name` from the settings in the file `source` raises is a `CheckpointError`.
+
+    It names both, and the cause. Refusals of ours pass as they are, and so does a lack of memory where a tensor of the
+    model's `nbytes` bytes of weights could be as large as what was asked for.
+    """
+    try:
+        yield
+    except (TPError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        asked = ALLOCATION.search(str(error))
+        if asked and int(asked[1]) <= WIDEST * nbytes:
+            raise
+        raise CheckpointError(
+            f"{source} makes no {name} ({cause(error)}). The file is damaged or of another model; download it again."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -18,11 +18,13 @@ from torch import nn
 
 from .checkpoint.files import Checkpoint
 from .checkpoint.layout import FileLayout, check
+from .checkpoint.settings import check_settings, config_path
 from .errors import CheckpointError, UnsupportedError
 from .loading import OpenedModel
 from .models.architecture import Architecture
 from .plan import WherePresent
-from .skeleton import meta_parameters
+from .skeleton import building, meta_parameters
+from .wording import quote, short
 
 TOKENS = 512  # prompts are padded or cut to this many tokens
 
@@ -49,46 +51,67 @@ KINDS: dict[str, EncoderKind] = {
 def kind_of(checkpoint: Checkpoint) -> EncoderKind:
     """The kind of text encoder at `checkpoint`, from its config.json. Raises `UnsupportedError` for another model."""
     names = (checkpoint.config or {}).get("architectures") or [None]
-    if names[0] not in KINDS:
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(name, str) or name not in KINDS:
+        held = short(name) if isinstance(name, str) else "no text encoder"
         raise UnsupportedError(
-            f"{checkpoint.path} holds {names[0] or 'no text encoder'}, which is no text encoder of FLUX.2. Choose the "
-            f"text_encoder folder of FLUX.2-dev (Mistral-3) or of FLUX.2 klein (Qwen3)."
+            f"{checkpoint.path} holds {held}, which is no text encoder of FLUX.2. Choose the text_encoder folder of "
+            f"FLUX.2-dev (Mistral-3) or of FLUX.2 klein (Qwen3)."
         )
-    return KINDS[names[0]]
+    return KINDS[name]
 
 
-def key_value_heads(checkpoint: Checkpoint) -> int | None:
-    """The number of key/value heads of the encoder at `checkpoint`, which a sharding degree must divide."""
-    kind = kind_of(checkpoint)
-    config = dict(checkpoint.config or {})
-    settings = config[kind.settings] if kind.settings else config
-    return settings.get("num_key_value_heads")
+def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The language model's settings in the config.json of `checkpoint`, of as many layers as FLUX.2 reads.
 
-
-def open_text_encoder(checkpoint: Checkpoint, degree: int) -> OpenedModel:
-    """Recognise the text encoder of `checkpoint` and compare its headers with it. Nothing is allocated.
-
-    At a degree that does not divide its key/value heads the encoder is replicated on every rank instead of sharded.
-    Raises `UnsupportedError` for another model, `CheckpointError` for missing or misshapen tensors.
+    Raises `CheckpointError` for settings that its weights cannot have, or with too few layers.
     """
-    import transformers
-
     kind = kind_of(checkpoint)
-    config = dict(checkpoint.config or {})
-    settings = dict(config[kind.settings] if kind.settings else config)
-    layers = settings.get("num_hidden_layers", 0)
+    config = checkpoint.config or {}
+    found = config.get(kind.settings) if kind.settings else config
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{config_path(checkpoint.path)}: `{kind.settings}` is {quote(found)}, not a table of settings. Download it "
+            f"again."
+        )
+    check_settings(checkpoint, found)
+    settings = dict(found)
+    layers = settings.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise CheckpointError(
+            f"{config_path(checkpoint.path)}: `num_hidden_layers` is {quote(layers)}, not a number. Download it again."
+        )
     if layers < kind.layers[-1]:
         raise CheckpointError(
             f"{checkpoint.path}: the encoder has {layers} layers, but FLUX.2 reads hidden state {kind.layers[-1]}. "
             f"Choose the text encoder that belongs to the model."
         )
     settings["num_hidden_layers"] = kind.layers[-1]
-    if settings.get("layer_types"):
+    if isinstance(settings.get("layer_types"), list):
         settings["layer_types"] = settings["layer_types"][: kind.layers[-1]]
-    model_config = getattr(transformers, kind.config_class)(**settings)
-    model_config._attn_implementation = "sdpa"
+    return settings
+
+
+def key_value_heads(checkpoint: Checkpoint) -> int | None:
+    """The number of key/value heads of the encoder at `checkpoint`, which a sharding degree must divide."""
+    return settings_of(checkpoint).get("num_key_value_heads")
+
+
+def open_text_encoder(checkpoint: Checkpoint, degree: int) -> OpenedModel:
+    """Recognise the text encoder of `checkpoint` and compare its headers with it. Nothing is allocated.
+
+    At a degree that does not divide its key/value heads the encoder is replicated on every rank instead of sharded.
+    Raises `UnsupportedError` for another model, `CheckpointError` for missing or misshapen tensors and for a config.json
+    that makes no model.
+    """
+    import transformers
+
+    kind = kind_of(checkpoint)
+    settings = settings_of(checkpoint)
     model_class = getattr(transformers, kind.model_class)
-    with meta_parameters():
+    with building(kind.model_class, config_path(checkpoint.path), checkpoint.nbytes), meta_parameters():
+        model_config = getattr(transformers, kind.config_class)(**settings)
+        model_config._attn_implementation = "sdpa"
         skeleton = model_class(model_config).eval()
     skeleton.norm = nn.Identity()
     plan = text_plan(model_config, degree)

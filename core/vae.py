@@ -16,11 +16,12 @@ from torch import nn
 
 from .checkpoint.files import Checkpoint
 from .checkpoint.layout import IDENTITY, check
+from .checkpoint.settings import check_settings, config_path
 from .errors import InputError, UnsupportedError
 from .loading import OpenedModel
 from .models.architecture import Architecture
 from .ranks import Ranks
-from .skeleton import build_skeleton, persistent_buffers
+from .skeleton import build_skeleton, building, persistent_buffers
 
 MODEL_CLASS = "AutoencoderKLFlux2"
 PATCH = 2  # a latent position holds a 2x2 patch of the VAE's own latents
@@ -29,9 +30,11 @@ PATCH = 2  # a latent position holds a 2x2 patch of the VAE's own latents
 def open_vae(checkpoint: Checkpoint) -> OpenedModel:
     """Recognise the VAE folder at `checkpoint` and compare its headers with it. Nothing is allocated.
 
-    Raises `UnsupportedError` for another class, `CheckpointError` for missing or misshapen tensors.
+    Raises `UnsupportedError` for another class, `CheckpointError` for missing or misshapen tensors and for a config.json
+    that makes no model.
     """
     config = dict(checkpoint.config or {})
+    check_settings(checkpoint, config)
     if config.get("_class_name") != MODEL_CLASS:
         raise UnsupportedError(
             f"{checkpoint.path} holds {config.get('_class_name') or 'no VAE'}; the ranks decode with {MODEL_CLASS}. "
@@ -39,7 +42,9 @@ def open_vae(checkpoint: Checkpoint) -> OpenedModel:
         )
     architecture = Architecture(name="flux2_vae", model_class=MODEL_CLASS, plan={}, heads_key=())
     model_class = architecture.load_class()
-    skeleton = build_skeleton(model_class, config)
+    # On meta with its buffers too: the file holds all of them, and damaged settings make some of any size.
+    with building(MODEL_CLASS, config_path(checkpoint.path), checkpoint.nbytes), torch.device("meta"):
+        skeleton = build_skeleton(model_class, config)
     # A counter of training steps that decoding never reads.
     skeleton.bn.num_batches_tracked = None
     opened = OpenedModel(checkpoint, architecture, model_class, config, IDENTITY, skeleton)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import struct
@@ -18,11 +19,14 @@ from comfy_inprocess import (
     load_tp,
     random_lora,
     relative_error,
+    save_small_model,
 )
 from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
 from installed import skip_without
 from weight_files import tensor as raw_tensor
 from weight_files import write_raw
+
+from comfy_tp.core.errors import CheckpointError
 
 SAME = 1e-5  # fp32; sums over ranks are taken in another order
 FP8_EXACT = 1e-3  # against the same weights dequantised beforehand, fp32
@@ -268,3 +272,22 @@ def sparse_file(path: Path, weights: dict[str, torch.Tensor], fp8: tuple[str, ..
     write_raw(path, header, scales)
     os.truncate(path, path.stat().st_size - len(scales) + end)
     return path, end - len(scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 10**6}, "`num_layers` is 1000000, but the weights are those of 2 layers at most"),
+        ({"num_attention_heads": "4"}, "`num_attention_heads` is '4', but heads are counted 1, 2, 3"),
+        ({"num_layers": "2"}, r"makes no Flux2Transformer2DModel \(TypeError: "),
+        ({"axes_dims_rope": 5}, r"makes no Flux2Transformer2DModel \(TypeError: "),
+        ({"mlp_ratio": "x"}, r"makes no Flux2Transformer2DModel \(ValueError: "),
+    ],
+    ids=repr,
+)
+def test_a_config_json_that_makes_no_model_is_named_by_the_loader_node(models, changes, message):
+    config = save_small_model(models / "odd-settings") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_tp("odd-settings", 1)
+    assert str(config) in str(caught.value) and len(str(caught.value)) < 1000

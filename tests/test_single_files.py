@@ -153,12 +153,15 @@ def test_a_config_json_that_lies_beside_a_single_file_is_not_its_own(tmp_path, m
         ("txt_in.weight", (128,)),
         ("time_in.in_layer.weight", (128,)),
         ("double_blocks.99999999999.img_attn.qkv.weight", (384, 128)),
+        ("double_blocks.0.img_attn.norm.query_norm.scale", (1, 2, 3)),
     ],
 )
 def test_a_shape_or_block_number_that_no_model_has_is_a_clear_error_at_once(tmp_path, model, name, shape):
     tensors = {**single_file_tensors(model), name: torch.ones(shape)}
     path = save_single_file(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors (is not a model|does not fit the model)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors (is not a model|does not fit the model|makes no Flux2)"
+    ):
         open_model(Checkpoint.open(path))
 
 
@@ -270,6 +273,91 @@ def test_a_scale_without_its_weight_is_refused_and_not_lost(tmp_path, model):
         match=r"linear3\.input_scale' belongs to no weight: the file has no '.*linear3\.weight'",
     ):
         open_model(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"layers":' + '{"a":' * 5_000, "is nested too deeply"),
+        ('{"layers":{"a":[' + "[]," * 150_000 + "[]]}}", r"of \d+ bytes would take about \d+ MB to parse"),
+        ('{"layers": {}, "layers": {}}', "is not valid JSON .key 'layers' appears twice"),
+        ("[]", "is not a JSON object"),
+    ],
+    ids=["deep list", "deep table", "costly", "twice", "list"],
+)
+def test_a_damaged_declaration_of_the_layers_is_named(tmp_path, model, text, message):
+    metadata = {"_quantization_metadata": text}
+    path = save_single_file(tmp_path / "x.safetensors", single_file_tensors(model), metadata)
+    with pytest.raises(CheckpointError, match=rf"x\.safetensors: `_quantization_metadata` {message}"):
+        open_model(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 10**6}, "`num_layers` is 1000000, but the weights are those of 2 layers at most"),
+        ({"num_single_layers": 3}, "`num_single_layers` is 3, but the weights are those of 2 layers at most"),
+        (
+            {"joint_attention_dim": 10**15},
+            "`joint_attention_dim` is 10{15}, more than all weights have bytes",
+        ),
+        (
+            {"axes_dims_rope": [8, 8, 8, 10**9]},
+            r"is \[8, 8, 8, 1000000000\], more than all weights have bytes",
+        ),
+        ({"num_attention_heads": 0}, "`num_attention_heads` is 0, but heads are counted 1, 2, 3"),
+        ({"num_attention_heads": "4"}, "`num_attention_heads` is '4', but heads are counted 1, 2, 3"),
+        ({"_class_name": {"a": 1}}, r"`_class_name` is \{'a': 1\}, which is no class"),
+        ({"patch_size": 10**6}, r"makes no Flux2Transformer2DModel \(RuntimeError: .*can't allocate memory"),
+        ({"num_layers": "2"}, r"makes no Flux2Transformer2DModel \(TypeError: "),
+        ({"attention_head_dim": 0}, r"makes no Flux2Transformer2DModel \(ZeroDivisionError: "),
+        ({"in_channels": None}, r"makes no Flux2Transformer2DModel \(TypeError: "),
+        ({"mlp_ratio": -1}, r"makes no Flux2Transformer2DModel \(RuntimeError: .*negative dimension"),
+    ],
+    ids=repr,
+)
+def test_a_config_json_that_makes_no_model_is_named_with_the_cause(tmp_path, model, changes, message):
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_model(Checkpoint.open(tmp_path), model_class=type(model))
+    assert str(config) in str(caught.value) and "ownload it again" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_cannot_be_the_settings_is_refused_before_anything_is_built(tmp_path, model, monkeypatch):
+    from comfy_tp.core import loading
+
+    def never(*arguments):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(loading, "build_skeleton", never)
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    whole = json.loads(config.read_text())
+    with pytest.raises(
+        CheckpointError, match="AssertionError: a model was built"
+    ):  # the whole one gets that far
+        open_model(Checkpoint.open(tmp_path))
+    config.write_text(json.dumps({**whole, "num_layers": 10**6}))
+    with pytest.raises(CheckpointError, match="`num_layers` is 1000000"):
+        open_model(Checkpoint.open(tmp_path))
+
+
+def test_a_cancel_and_a_lack_of_memory_while_a_model_is_built_stay_what_they_are():
+    from comfy_tp.core.errors import Cancelled
+    from comfy_tp.core.skeleton import building
+
+    lacking = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes."
+    for error in (Cancelled("stop"), KeyboardInterrupt(), MemoryError(), RuntimeError(lacking.format(800))):
+        with pytest.raises(type(error)) as caught, building("Model", "config.json", 100):
+            raise error
+        assert caught.value is error
+    with pytest.raises(CheckpointError, match="config.json makes no Model .RuntimeError: Default"):
+        with building("Model", "config.json", 100):
+            raise RuntimeError(lacking.format(801))
 
 
 @pytest.mark.parametrize("settings", [7, None, [], {"format": []}, {}], ids=repr)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from thread_ranks import on_ranks
@@ -111,6 +114,33 @@ def test_a_folder_of_another_class_is_refused(tmp_path, folder):
         UnsupportedError, match="Flux2Transformer2DModel; the ranks decode with AutoencoderKLFlux2"
     ):
         tp_vae.open_vae(Checkpoint.open(tmp_path / "transformer"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_per_block": 10**6}, "`layers_per_block` is 1000000, but the weights are those of 4 layers"),
+        (
+            {"block_out_channels": [16] * 100_000},
+            "`block_out_channels` lists 100000 values, but there are only",
+        ),
+        ({"block_out_channels": [10**9]}, r"is \[1000000000\], more than all weights have bytes"),
+        ({"patch_size": [10**5, 10**4]}, r"'bn.running_mean' has shape \[128\], expected \[32000000000\]"),
+        ({"block_out_channels": []}, r"makes no AutoencoderKLFlux2 \(IndexError: "),
+        ({"norm_num_groups": 0}, r"makes no AutoencoderKLFlux2 \(ZeroDivisionError: "),
+        ({"in_channels": -1}, r"makes no AutoencoderKLFlux2 \(RuntimeError: .*negative dimension"),
+        ({"sample_size": "x"}, r"makes no AutoencoderKLFlux2 \(TypeError: "),
+        ({"_class_name": ["a"]}, r"`_class_name` is \['a'\], which is no class"),
+    ],
+    ids=repr,
+)
+def test_a_config_json_that_makes_no_vae_is_named(tmp_path, folder, changes, message):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        tp_vae.open_vae(Checkpoint.open(tmp_path))
+    assert str(tmp_path) in str(caught.value) and "ownload it again" in str(caught.value)
 
 
 def test_a_vae_without_one_of_its_tensors_is_refused(tmp_path, folder):

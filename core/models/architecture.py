@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import PlanError, UnsupportedError
 from ..ranks import Ranks
+from ..wording import short
 
 # Architecture name -> the class that diffusers calls it by. One file beside this one per name, holding ARCHITECTURE.
 ARCHITECTURES: dict[str, str] = {
@@ -136,7 +137,7 @@ def unknown_settings(model_class: type, config: Mapping[str, Any]) -> str:
         return ""
     return (
         f"the installed diffusers {diffusers.__version__} does not know the setting{'s' if len(unknown) > 1 else ''} "
-        f"{', '.join(unknown[:5])}"
+        f"{', '.join(map(short, unknown[:5]))}"
     )
 
 
