@@ -6,16 +6,33 @@ off) of diffusers; both pad or cut to 512 tokens.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .errors import ConfigError, InputError
+from .checkpoint.strict_json import read_object
+from .errors import ConfigError, InputError, TPError
 from .text_encoder import TOKENS
+from .wording import cause
 
 log = logging.getLogger("comfy_tp")
+
+SETTINGS = "tokenizer_config.json"
+# The files of a tokenizer and the most bytes of each: the largest real ones (17 MB of Mistral-3) have a third of it.
+MOST_BYTES = {
+    "tokenizer.json": 64_000_000,
+    "vocab.json": 16_000_000,
+    "merges.txt": 16_000_000,
+    "added_tokens.json": 1_000_000,
+    "special_tokens_map.json": 1_000_000,
+    "chat_template.jinja": 1_000_000,
+    SETTINGS: 1_000_000,
+}
+TEMPLATE_ROOM = 100_000  # characters that a template may add to a prompt, which it may quote several times
 
 
 class PromptTokenizer:
@@ -27,23 +44,40 @@ class PromptTokenizer:
     def __init__(self, folder: Path, kind: str):
         from transformers import AutoTokenizer
 
-        if not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-        ):
+        if not any((folder / name).is_file() for name in ("tokenizer.json", SETTINGS, "vocab.json")):
             raise ConfigError(
                 f"There is no tokenizer in {folder}. Put the pipeline's tokenizer folder beside its text_encoder folder."
             )
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"The tokenizer in {folder} cannot be loaded ({str(error).splitlines()[0]}). Download the folder again."
-            ) from error
+        for name, most in MOST_BYTES.items():
+            if (folder / name).is_file() and (folder / name).stat().st_size > most:
+                raise ConfigError(
+                    f"{folder / name} has more than the {most} bytes of any real one. Download it again."
+                )
+        if (folder / SETTINGS).is_file():
+            read_object(folder / SETTINGS, MOST_BYTES[SETTINGS])
+        self.folder = folder
+        with self._whole("be loaded"):
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"The tokenizer in {folder} has no chat template (chat_template.jinja). Download the folder again."
             )
         self.kind = kind
+        self.tokens("")
+
+    @contextlib.contextmanager
+    def _whole(self, purpose: str) -> Iterator[None]:
+        """Inside, whatever a damaged tokenizer raises is a `ConfigError` that names its folder and the cause."""
+        try:
+            yield
+        except TPError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"The tokenizer in {self.folder} cannot {purpose} ({cause(error)}). Download the folder again."
+            ) from error
 
     def messages(self, prompt: str) -> list[dict[str, Any]]:
         """The conversation that the encoder reads for `prompt`."""
@@ -69,11 +103,16 @@ class PromptTokenizer:
         options = (
             {"add_generation_prompt": True, "enable_thinking": False} if self.kind == "Qwen3Model" else {}
         )
-        text = self.tokenizer.apply_chat_template(self.messages(prompt), tokenize=False, **options)
-        # Not verbose: what is too long is cut below, and transformers would warn of errors that do not come.
-        numbers = self.tokenizer(text, add_special_tokens=self.kind == "Qwen3Model", verbose=False)[
-            "input_ids"
-        ]
+        with self._whole("read a prompt"):
+            text = self.tokenizer.apply_chat_template(self.messages(prompt), tokenize=False, **options)
+            if len(text) > TEMPLATE_ROOM + 16 * len(prompt):
+                raise ConfigError(
+                    f"The chat template in {self.folder} makes {len(text)} characters of a prompt of {len(prompt)}. "
+                    f"Download the folder again."
+                )
+            # Not verbose: what is too long is cut below, and transformers would warn of errors that do not come.
+            encoded = self.tokenizer(text, add_special_tokens=self.kind == "Qwen3Model", verbose=False)
+            numbers = encoded["input_ids"]
         if len(numbers) > TOKENS:
             log.warning(
                 "The prompt has %d tokens with its template; FLUX.2 reads %d, so the last %d are cut off.",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from thread_ranks import on_ranks
 
 from comfy_tp.core import text_encoder
 from comfy_tp.core.checkpoint.files import Checkpoint
-from comfy_tp.core.errors import CheckpointError, UnsupportedError
+from comfy_tp.core.errors import CheckpointError, ConfigError, TPError, UnsupportedError
 from comfy_tp.core.linear import ShardedLinear
 from comfy_tp.core.loading import load_opened
+from comfy_tp.core.prompts import PromptTokenizer
 from comfy_tp.core.ranks import Ranks
 
 TEXT = {
@@ -136,3 +140,112 @@ def test_a_folder_without_an_encoder_is_refused(tmp_path):
     small_flux2().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="no text encoder of FLUX.2"):
         text_encoder.open_text_encoder(Checkpoint.open(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**6},
+            "`num_hidden_layers` is 1000000, but the weights are those of 34 layers",
+        ),
+        ({"num_hidden_layers": "30"}, "`num_hidden_layers` is '30', not a number"),
+        ({"hidden_size": 10**12}, "`hidden_size` is 1000000000000, more than all weights have bytes"),
+        ({"num_key_value_heads": 0}, "`num_key_value_heads` is 0, but heads are counted 1, 2, 3"),
+        ({"num_key_value_heads": "a"}, "`num_key_value_heads` is 'a', but heads are counted"),
+        ({"hidden_size": -1}, r"makes no MistralModel \(RuntimeError: .*negative dimension"),
+        ({"hidden_act": "nope"}, r"makes no MistralModel \(KeyError: 'nope'"),
+        ({"layer_types": 5}, r"makes no MistralModel \(TypeError: "),
+        ({"vocab_size": "x"}, r"makes no MistralModel \(StrictDataclassFieldValidationError: "),
+        (None, "`text_config` is None, not a table of settings"),
+        ([1], r"`text_config` is \[1\], not a table of settings"),
+    ],
+    ids=repr,
+)
+def test_a_config_json_that_makes_no_encoder_is_named(tmp_path, mistral, changes, message):
+    shutil.copytree(mistral[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] = {**config["text_config"], **changes} if isinstance(changes, dict) else changes
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        text_encoder.open_text_encoder(Checkpoint.open(tmp_path), 1)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("architectures", [5, [["a"]], [None], {"a": 1}, "x"], ids=repr)
+def test_architectures_that_name_no_class_are_refused(tmp_path, mistral, architectures):
+    shutil.copytree(mistral[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": architectures}))
+    with pytest.raises(UnsupportedError, match="no text encoder of FLUX.2"):
+        text_encoder.key_value_heads(Checkpoint.open(tmp_path))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """The folder of a tokenizer as a pipeline holds it."""
+    from comfy_tp.core.small import encoder
+
+    folder = tmp_path / "tokenizer"
+    encoder.new_processor().save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(tokenizer):
+    from transformers import AutoTokenizer
+
+    prompts = PromptTokenizer(tokenizer, "MistralModel")
+    own = AutoTokenizer.from_pretrained(tokenizer)
+    for prompt in ("", "A red fox.", "word " * 300):
+        expected = own.apply_chat_template(prompts.messages(prompt), return_dict=True)["input_ids"]
+        assert prompts.tokens(prompt) == expected[: text_encoder.TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer.json", "[]", r"cannot be loaded \(TypeError: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json is not a JSON object"),
+        ("tokenizer_config.json", '{"a": 1, "a": 1}', "key 'a' appears twice"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', r"cannot be loaded \(AttributeError: "),
+        ("tokenizer_config.json", '{"added_tokens_decoder": 5}', r"cannot be loaded \(AttributeError: "),
+        ("tokenizer_config.json", '{"model_max_length": "x"}', r"cannot read a prompt \(TypeError: "),
+        ("chat_template.jinja", "{{ a", r"cannot read a prompt \(TemplateSyntaxError: "),
+        ("chat_template.jinja", "{{ a.b.c }}", r"cannot read a prompt \(UndefinedError: "),
+        ("chat_template.jinja", "{{ 1 / 0 }}", r"cannot read a prompt \(ZeroDivisionError: "),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", r"cannot read a prompt \(TemplateError: no\)"),
+        ("chat_template.jinja", "{{ 'a ' * 150_000_000 }}", "makes 300000000 characters of a prompt of 0"),
+        ("chat_template.jinja", " " * 1_000_001, "has more than the 1000000 bytes of any real one"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_when_it_is_opened(tokenizer, file, text, message):
+    (tokenizer / file).write_text(text)
+    with pytest.raises(TPError, match=message) as caught:
+        PromptTokenizer(tokenizer, "MistralModel")
+    assert str(tokenizer) in str(caught.value) and "ownload" in str(caught.value)
+
+
+def test_a_template_that_fails_for_one_prompt_alone_is_named(tokenizer):
+    template = (
+        "{% if 'fox' in messages[1].content[0].text %}{{ 1 / 0 }}{% endif %}{{ messages[1].content[0].text }}"
+    )
+    (tokenizer / "chat_template.jinja").write_text(template)
+    prompts = PromptTokenizer(tokenizer, "MistralModel")
+    assert prompts.tokens("A hen.")
+    with pytest.raises(ConfigError, match="cannot read a prompt .ZeroDivisionError"):
+        prompts.tokens("A fox.")
+
+
+def test_a_tokenizer_that_brings_code_is_refused_and_its_code_not_run(tokenizer, monkeypatch):
+    ran = tokenizer / "ran"
+    (tokenizer / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    auto_map = {"AutoTokenizer": ["evil.EvilTokenizer", None]}
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "EvilTokenizer", "auto_map": auto_map})
+    )
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ConfigError, match="custom code"):
+        PromptTokenizer(tokenizer, "MistralModel")
+    assert not ran.exists()

@@ -158,6 +158,8 @@ PICKLING_COLLECTIVES = {
     "send_object_list",
     "recv_object_list",
 }
+# What runs no code of a model's folder and takes no `trust_remote_code`: classes of diffusers models alone.
+MODELS = ("Flux2Transformer2DModel.from_pretrained", "super().from_pretrained")
 # How the demo's model was made: run by hand, reads only what it wrote itself.
 RECIPE = "core/small/"
 
@@ -174,6 +176,9 @@ def dangerous(source: str) -> list[str]:
             name = ast.unparse(node.func)
             if name in FORBIDDEN_CALLS or name.rpartition(".")[2] in PICKLING_COLLECTIVES:
                 found.append(name)
+            given = {word.arg for word in node.keywords}
+            if name.endswith(".from_pretrained") and name not in MODELS and "trust_remote_code" not in given:
+                found.append(f"{name} without trust_remote_code")
             for word in node.keywords:
                 if (
                     word.arg in ("shell", "trust_remote_code", "allow_pickle")
@@ -181,6 +186,12 @@ def dangerous(source: str) -> list[str]:
                 ):
                     found.append(f"{name}({word.arg})")
     return found
+
+
+@pytest.mark.parametrize("path", ["core/cli/generate.py", "core/small/evaluate.py", "core/prompts.py"])
+def test_every_pipeline_and_tokenizer_is_read_without_code_of_its_folder(path):
+    found = dangerous((ROOT / path).read_text())
+    assert [call for call in found if "trust_remote_code" in call] == []
 
 
 def test_nothing_in_the_product_turns_data_into_code():
@@ -195,5 +206,7 @@ def test_nothing_in_the_product_turns_data_into_code():
         "dist.broadcast_object_list(parts)",
         "subprocess.run(line, shell=True)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "AutoModel.from_pretrained(name)",
+        "AutoModel.from_pretrained(name, **options)",
     ):
         assert dangerous(line), line

@@ -154,7 +154,7 @@ def generate(
         )
         try:
             pipeline = DiffusionPipeline.from_pretrained(
-                settings["model"], transformer=transformer, torch_dtype=dtype
+                settings["model"], transformer=transformer, torch_dtype=dtype, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

@@ -56,7 +56,9 @@ def load_pipeline(folder: Path | None = None):
     """The small Flux2Pipeline in float32 on the CPU, silent."""
     from diffusers import Flux2Pipeline
 
-    pipeline = Flux2Pipeline.from_pretrained(folder or pipeline_folder(), torch_dtype=torch.float32)
+    pipeline = Flux2Pipeline.from_pretrained(
+        folder or pipeline_folder(), torch_dtype=torch.float32, trust_remote_code=False
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
