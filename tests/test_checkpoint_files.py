@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaged_files import outcome
 from safetensors.torch import save_file
 
 from comfy_tp.core.checkpoint import Checkpoint, resolve_source
@@ -126,10 +127,13 @@ def test_an_index_may_not_name_files_elsewhere(tmp_path):
         "..",
         "",
         3,
+        ["x"] * 10_000,
+        "../" + "x" * 10_000,
     ):
         save_index(tmp_path / "model", {"a": name})
-        with pytest.raises(CheckpointError, match="which is outside the model's folder"):
+        with pytest.raises(CheckpointError, match="which is outside the model's folder") as caught:
             Checkpoint.open(tmp_path / "model")
+        assert len(str(caught.value)) < 1000
     save_index(tmp_path / "model", {"a": "weights.bin"})
     with pytest.raises(CheckpointError, match="weights.bin is not a safetensors file"):
         Checkpoint.open(tmp_path / "model")
@@ -153,6 +157,52 @@ def test_missing_and_contradictory_files_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="index.json is not valid JSON"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"weight_map": {"a": "b.safetensors"}, "weight_map": {}}', "key 'weight_map' appears twice"),
+        (
+            b'{"a": ["\xc3\xa9", ' + b'{"":0},' * 135_000 + b"0]}",
+            r"of \d+ bytes would take about \d+ MB to parse",
+        ),
+        (b'{"a": NaN}', "not valid JSON .NaN is not a number"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b'{"a": "\xff"}', "is not UTF-8 .byte 7"),
+        (b"[1]", "is not a JSON object"),
+        (b"{}" + b" " * 16_000_000, r"has more than the \d+ bytes of any real one"),
+    ],
+    ids=["twice", "costly", "nan", "deep", "not text", "list", "long"],
+)
+def test_the_files_beside_the_weights_are_read_as_strictly_as_a_header(tmp_path, file, text, message):
+    save(tmp_path / "model.safetensors", "a")
+    (tmp_path / file).write_bytes(text)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint.open(tmp_path)
+    assert str(tmp_path / file) in str(caught.value) and "ownload it again" in str(caught.value)
+
+
+def test_a_file_beside_the_weights_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    save(tmp_path / "model.safetensors", "a")
+    (tmp_path / "config.json").mkdir()
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name in ("config.json", "model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(Is a directory\)"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path):
+    save(tmp_path / "model.safetensors", "a")
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"num_layers": 3}')
+    assert Checkpoint.open(tmp_path).config == {"num_layers": 3}
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_damaged_settings_are_each_a_named_error_or_a_model_and_cost_no_memory(tmp_path, count):
+    found = outcome(tmp_path, count, "settings")
+    assert count / 2 < found["refused"] <= count
+    assert found["peak_mb"] <= 64, found["costliest"]
 
 
 def test_several_sets_and_none_are_refused(tmp_path):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from damaged_files import outcome
 from weight_files import small_model, tensor, write_raw
 
 from comfy_tp.core.checkpoint import Checkpoint, check, read_header
@@ -117,29 +114,15 @@ def test_files_that_are_no_files_are_named(tmp_path):
         read_header(tmp_path / "short.safetensors")
 
 
-def _damage_all(folder: Path, count: int) -> dict[str, int]:
-    """Open `count` damaged files in a fresh process; returns what happened and how far memory rose, in MB."""
-    script = Path(__file__).with_name("damaged_files.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(count)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_damaged_files_are_each_an_error_and_cost_no_memory(tmp_path):
-    result = _damage_all(tmp_path, 88)
+    result = outcome(tmp_path, 88)
     assert result["refused"] == 88
     assert result["peak_mb"] <= 64
 
 
 @pytest.mark.soak
 def test_500_damaged_files_are_each_an_error_and_cost_no_memory(tmp_path):
-    result = _damage_all(tmp_path, 500)
+    result = outcome(tmp_path, 500)
     assert result["refused"] == 500
     assert result["peak_mb"] <= 64
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -206,3 +208,74 @@ def damaged(seed: int, whole: Path, path: Path, damages: Sequence[Damage] = DAMA
     damage = damages[seed % len(damages)]
     damage(rng, header, data, path)
     return damage.__name__.strip("_")
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    "",
+    "x",
+    "\ud800",
+    "x" * 50_000,
+    -1,
+    0,
+    1,
+    2.5,
+    10**6,
+    10**9,
+    10**15,
+    10**30,
+    1e308,
+    [],
+    [[]],
+    [1] * 20_000,
+    {},
+    {"a": {"b": [1]}},
+    functools.reduce(lambda inner, _: [inner], range(300), []),
+)
+
+# Texts that are no settings at all.
+ODD_TEXTS = (
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"\xff\xfe{",
+    b'{"a": NaN}',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"a": [' + b"[]," * 300_000 + b"[]]}",
+    b'{"a": [' + b"{}," * 5_000_000 + b"{}]}",
+    b'{"a": 1' + b"0" * 100_000 + b"}",
+)
+
+
+def _places(table: dict | list) -> list[tuple[dict | list, Any]]:
+    """Every value in a JSON text, as what holds it and its key or index there."""
+    found: list[tuple[dict | list, Any]] = []
+    for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+        found.append((table, key))
+        if isinstance(value, dict | list):
+            found += _places(value)
+    return found
+
+
+def damaged_json(rng: random.Random, raw: bytes) -> bytes:
+    """The JSON object `raw`, damaged: cut, a bit flipped, a value odd, gone or given twice, or another text."""
+    kind = rng.choice(("cut", "bit", "text", "twice", "gone", "value", "value", "value", "value"))
+    table = json.loads(raw)
+    holder, key = rng.choice(_places(table))
+    if kind == "cut":
+        return raw[: rng.randrange(len(raw))]
+    if kind == "bit":
+        place = rng.randrange(len(raw))
+        return raw[:place] + bytes([raw[place] ^ (1 << rng.randrange(8))]) + raw[place + 1 :]
+    if kind == "text":
+        return rng.choice(ODD_TEXTS)
+    if kind == "twice":
+        return raw.rstrip()[:-1] + b", " + raw.strip()[1:]
+    if kind == "gone":
+        del holder[key]
+    else:
+        holder[key] = rng.choice(ODD_VALUES)
+    return json.dumps(table).encode()
