@@ -38,7 +38,7 @@ from .parallelize import apply_plan, resolve
 from .plan import ResolvedPlan
 from .ranks import Ranks
 from .shard import ShardSpec
-from .skeleton import build_skeleton, finish, hold_fp8, persistent_buffers, place
+from .skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
 
 
 def save_shards(model: nn.Module, folder: str | os.PathLike) -> None:
@@ -157,12 +157,8 @@ def _open(
             f"{path} holds {saved.dtype} weights, not {_name(dtype)}: shards are read as they were saved. Leave `dtype` "
             f"out, pass torch.{saved.dtype}, or load the model from its own files."
         )
-    try:
+    with building(model_class.__name__, path, checkpoint.nbytes, f"To restart, {AGAIN}."):
         model = build_skeleton(model_class, saved.config)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: its configuration makes no {model_class.__name__} ({error}). To restart, {AGAIN}."
-        ) from error
     plan = resolve(model, config)
     specs = dict(plan.specs)
     for name, buffer in persistent_buffers(model):

@@ -22,6 +22,7 @@ from .wording import cause
 # What torch says when the host has no memory, and how many times the bytes of a stored tensor (F4) it has in float32.
 ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 WIDEST = 8
+DAMAGED = "The file is damaged or of another model; download it again."
 
 _REGISTERING = threading.Lock()  # one thread at a time replaces nn.Module.register_parameter
 
@@ -33,11 +34,11 @@ def build_skeleton(model_class: type, config: Mapping[str, Any]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def building(name: str, source: str | Path, nbytes: int) -> Iterator[None]:
+def building(name: str, source: str | Path, nbytes: int, remedy: str = DAMAGED) -> Iterator[None]:
     """Inside, what building the model class `name` from the settings in the file `source` raises is a `CheckpointError`.
 
-    It names both, and the cause. Refusals of ours pass as they are, and so does a lack of memory where a tensor of the
-    model's `nbytes` bytes of weights could be as large as what was asked for.
+    It names both and the cause, and ends with the sentence `remedy`. Refusals of ours pass as they are, and so does a
+    lack of memory where a tensor of the model's `nbytes` bytes of weights could be as large as what was asked for.
     """
     try:
         yield
@@ -47,9 +48,7 @@ def building(name: str, source: str | Path, nbytes: int) -> Iterator[None]:
         asked = ALLOCATION.search(str(error))
         if asked and int(asked[1]) <= WIDEST * nbytes:
             raise
-        raise CheckpointError(
-            f"{source} makes no {name} ({cause(error)}). The file is damaged or of another model; download it again."
-        ) from error
+        raise CheckpointError(f"{source} makes no {name} ({cause(error)}). {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -74,7 +74,6 @@ def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{config_path(checkpoint.path)}: `{kind.settings}` is {quote(found)}, not a table of settings. Download it "
             f"again."
         )
-    check_settings(checkpoint, found)
     settings = dict(found)
     layers = settings.get("num_hidden_layers")
     if not isinstance(layers, int):
@@ -89,6 +88,8 @@ def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
     settings["num_hidden_layers"] = kind.layers[-1]
     if isinstance(settings.get("layer_types"), list):
         settings["layer_types"] = settings["layer_types"][: kind.layers[-1]]
+    # Only now: weights may lack the layers that are not read.
+    check_settings(checkpoint, settings)
     return settings
 
 

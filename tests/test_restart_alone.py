@@ -59,7 +59,7 @@ def changed(saved: Path, folder: Path, field: str, value: object) -> Path:
         ("scales", {"proj_out": [1.0]}, "what it says of the model's 'scales' is damaged"),
         ("scales", {"proj_out": ["x", None, False]}, "what it says of the model's 'scales' is damaged"),
         ("scales", {"norm_out.norm": [1.0, None, False]}, "scale for 'norm_out.norm', which is no Linear"),
-        ("config", {"num_layers": "two"}, "its configuration makes no Flux2Transformer2DModel"),
+        ("config", {"num_layers": "two"}, "makes no Flux2Transformer2DModel "),
     ],
 )
 def test_a_damaged_description_is_an_error_that_says_what_to_do(saved, tmp_path, field, value, text):
