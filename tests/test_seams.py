@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -206,6 +208,38 @@ def test_the_stand_ins_have_the_ids_of_the_nodes():
     from comfy_tp.comfy_tp_nodes import misfit
 
     assert {node.GET_SCHEMA().node_id for node in pack.node_list()} == set(misfit.NODES)
+
+
+def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_comfy, tmp_path):  # noqa: F811
+    """By comfy-import-guard, which reads ComfyUI's source from a git clone: here of the release that the tests run."""
+    from comfy_tp.core.cli.comfyui import comfyui_path
+
+    release = tmp_path / "cache" / "ComfyUI"
+    for part in ("comfy", "comfy_api", "comfy_execution"):
+        shutil.copytree(comfyui_path() / part, release / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in comfyui_path().glob("*.py"):
+        shutil.copy(file, release)
+    author = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    for words in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "-m", "the release"]):
+        subprocess.run(["git", *words], cwd=release, check=True, timeout=60)
+    pack = tmp_path / "custom_nodes" / "comfy-tp"
+    shutil.copytree(PACK, pack / "comfy_tp_nodes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "__init__.py", pack)
+
+    def checked() -> tuple[int, dict]:
+        guard = Path(sys.executable).with_name("comfy-import-guard")
+        command = [guard, "--cache-dir", tmp_path / "cache", "--offline", "--json", "--quiet", "check"]
+        command += ["--comfy-dir", tmp_path, "--no-update", "--target", "HEAD", "--strict"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, json.loads(done.stdout)["packs"][0]
+
+    code, found = checked()
+    assert (code, found["verdict"]) == (0, "SAFE"), found
+    assert found["references"] > 50
+    with open(pack / "comfy_tp_nodes" / "patcher.py", "a") as file:
+        file.write("\n\ndef leave():\n    comfy.model_management.free_memory(1, 2, 3, 4, 5)\n")
+    code, found = checked()
+    assert code != 0 and "free_memory" in json.dumps(found), found
 
 
 def test_importing_the_pack_imports_neither_torch_nor_comfyui_nor_starts_anything():
