@@ -64,12 +64,14 @@ def lines(**changes) -> argparse.Namespace:
     return argparse.Namespace(**{**settings, "token_file": "t", "device": "cuda", **changes})
 
 
-def test_the_lines_for_several_machines_name_the_module_and_the_address():
+def test_the_lines_for_several_machines_name_the_module_and_the_address(capsys):
     status, figures = ranks.run(lines())
     assert status == 0
     first, second = figures["lines"]
     assert first.startswith("torchrun --nnodes=2 --node-rank=0 --nproc-per-node=4 ")
     assert "--master-addr=10.1.2.3 --master-port=29400" in first
+    assert "--log-dir=/dev/null" in first  # else torchrun leaves a folder in /tmp
+    assert "logs of its ranks in ~/.cache/comfy-tp/logs" in capsys.readouterr().out
     assert "comfy_tp.core.group.node --listen 10.1.2.3:29500 --token-file t" in first
     assert second == first.replace("--node-rank=0", "--node-rank=1")
     assert figures["devices"] == "tcp://10.1.2.3:29500"

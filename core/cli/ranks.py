@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"There, start ComfyUI with COMFY_TP_TOKEN_FILE={args.token_file} and set in Load TP Model:\n")
     print(f"  devices: tcp://{address}")
     print(f"  degree:  {degree} (or 0)")
+    print(
+        "\nEach machine keeps the logs of its ranks in ~/.cache/comfy-tp/logs (under XDG_CACHE_HOME where that is set)."
+    )
     print("\nAll machines, that one too, hold the model files at the same path.")
     return 0, {
         "lines": lines,
@@ -72,6 +75,8 @@ def torchrun_line(args: argparse.Namespace, address: str, number: int) -> str:
         f"--nproc-per-node={args.per_node}",
         f"--master-addr={args.host}",
         f"--master-port={args.rendezvous_port}",
+        # Otherwise torchrun makes a folder in /tmp and leaves it there; the ranks write logs of their own.
+        "--log-dir=/dev/null",
     ]
     if sys.modules.get("comfy_tp") is not None:
         words += ["-m", "comfy_tp.core.group.node"]
