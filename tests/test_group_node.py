@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +22,10 @@ from comfy_tp.core.errors import Cancelled, ConfigError, RankError
 from comfy_tp.core.group import pulse as life
 from comfy_tp.core.group.address import parse_address
 from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.node import StorePulse, tcp_listener
+from comfy_tp.core.group.node import tcp_listener
 from comfy_tp.core.group.pulse import RankPulse
 from comfy_tp.core.group.secret import make_token, read_token
+from comfy_tp.core.group.watch import StorePulse
 
 OPTIONS = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1", "--commands", COMMANDS]
 
@@ -32,6 +35,19 @@ def cluster(tmp_path):
     made = Nodes(tmp_path, options=OPTIONS)
     yield made
     made.end()
+    assert os.listdir(made.temporary) == []
+
+
+LOST = {0: r"The connection to rank 0 \(cpu@\S+\) ended: ", 1: r"Rank 1 \(cpu@\S+\) is gone"}
+STEPS = ("steps", {"steps": 1000, "seconds": 0.05})
+
+
+def assert_blames(error: RankError, group: RankGroup, rank: int) -> None:
+    """The error has the rank, its device with the machine, and the folder of its log."""
+    assert (error.rank, error.device) == (rank, group.devices[rank])
+    machine, folder = re.search(r"Logs: (\S+?):(/.*)", str(error)).groups()
+    assert group.devices[rank].endswith(f"@{machine}")
+    assert "comfy_tp.node INFO logs: " in (Path(folder) / f"rank-{rank}.log").read_text()
 
 
 def test_ranks_on_two_nodes_serve_one_client_after_another_and_the_loss_of_a_node_is_told(cluster):
@@ -61,16 +77,81 @@ def test_ranks_on_two_nodes_serve_one_client_after_another_and_the_loss_of_a_nod
     assert group.request("ping").header == {"degree": 2, "ranks": [0, 1]}
     assert all(running(pid) for pid in pids)
 
-    # Node 1 is lost with its rank.
+    # Node 1 is lost with its rank, while the group is idle.
     cluster.kill_node(1, [pids[1]])
     started = time.monotonic()
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError, match=LOST[1]) as caught:
         for _ in range(100):
             group.request("steps", {"steps": 10, "seconds": 0.05})
     assert time.monotonic() - started < 5
-    assert "lost its connection to the other ranks" in str(caught.value)
+    assert_blames(caught.value, group, 1)
     assert not group.alive
     assert still_running(pids, 15) == []
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("node", "idle"),
+    [
+        pytest.param(0, False, id="node 0 in a command"),
+        pytest.param(0, True, id="node 0 idle", marks=pytest.mark.soak),
+        pytest.param(1, False, id="node 1 in a command", marks=pytest.mark.soak),
+    ],
+)
+def test_a_lost_node_is_named_by_the_command_that_it_breaks(cluster, node, idle):
+    group = cluster.connect()
+    pids = [entry["pid"] for entry in group.status()["ranks"]]
+    lose = threading.Timer(0.5, cluster.kill_node, (node, [pids[node]]))
+    lose.start()
+    if idle:
+        lose.join(5)
+        time.sleep(0.5)
+    with pytest.raises(RankError, match=LOST[node]) as caught:
+        group.request(*STEPS)
+    assert_blames(caught.value, group, node)
+    assert still_running(pids, 5) == []
+    group.close()
+
+
+def test_of_two_ranks_on_one_machine_the_killed_one_is_named_and_they_share_a_log_folder(tmp_path):
+    made = Nodes(tmp_path, nodes=1, per_node=2, options=OPTIONS)
+    try:
+        group = made.connect()
+        pids = [entry["pid"] for entry in group.status()["ranks"]]
+        # torchrun then ends the other one with SIGTERM, which first tells why.
+        threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+        with pytest.raises(RankError, match=r"Rank 1 \(cpu@\S+\) is gone during 'steps'\. ") as caught:
+            group.request(*STEPS)
+        assert_blames(caught.value, group, 1)
+        assert len(os.listdir(made.cache / "comfy-tp" / "logs")) == 1
+        assert still_running(pids, 5) == []
+        group.close()
+    finally:
+        made.end()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_stopped_rank_is_named_in_the_heartbeats_time_and_every_process_ends_soon_after(cluster, rank):
+    group = cluster.connect()
+    pids = [entry["pid"] for entry in group.status()["ranks"]]
+    os.kill(pids[rank], signal.SIGSTOP)
+    stopped = time.monotonic()
+    with pytest.raises(RankError, match=rf"Rank {rank} \(cpu@\S+\) has shown no sign of life for") as caught:
+        group.request(*STEPS)
+    assert 3 < time.monotonic() - stopped < 4 + 2
+    assert_blames(caught.value, group, rank)
+    assert still_running(pids, stopped + 4 + 3 - time.monotonic()) == []
+    assert still_running([process.pid for process in cluster.processes], 5) == []
+    group.close()
+
+
+@pytest.mark.soak
+def test_a_torchrun_that_is_told_to_end_is_named_with_its_rank(cluster):
+    group = cluster.connect()
+    threading.Timer(0.5, cluster.processes[1].terminate).start()
+    with pytest.raises(RankError, match=r"Rank 1 \(cpu@\S+\) was told to end by SIGTERM") as caught:
+        group.request(*STEPS)
+    assert_blames(caught.value, group, 1)
     group.close()
 
 
@@ -82,7 +163,7 @@ def test_ranks_on_two_nodes_serve_one_client_after_another_and_the_loss_of_a_nod
         (
             "raises",
             {"ranks": [1], "kind": "KeyError", "others": "collective"},
-            r"Rank 1 \(.*\) raised KeyError",
+            r"Rank 1 \(cpu@.*\) raised KeyError",
         ),
     ],
 )
@@ -92,17 +173,6 @@ def test_a_rank_of_another_node_that_holds_up_the_group_is_named(cluster, comman
     with pytest.raises(RankError, match=text):
         group.request(command, header)
     assert time.monotonic() - started < 4 + 3
-    group.close()
-
-
-@pytest.mark.soak
-def test_a_stopped_rank_0_is_noticed_by_the_client(cluster):
-    group = cluster.connect()
-    pid = group.status()["ranks"][0]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"Rank 0 \(cpu@.*\) has not been heard for"):
-        group.request("steps", {"steps": 1000, "seconds": 0.05})
-    os.kill(pid, signal.SIGKILL)
     group.close()
 
 
@@ -190,3 +260,52 @@ def test_a_watch_that_cannot_go_on_ends_the_group_by_name():
     assert verdict["cause"].startswith("cannot watch the ranks any more: JSONDecodeError: ")
     verdict = watched(StoreThatIsGone())
     assert verdict["cause"] == "cannot watch the ranks any more: torchrun's store is gone (Broken pipe)"
+
+
+ROLL_LIMITS = SimpleNamespace(step_timeout=60, heartbeat_timeout=60, error_grace=0.5)
+
+
+def verdicts_after(happens, degree: int = 2, silent: int = 0) -> list[dict]:
+    """Each answering rank's verdict after `happens(signs of the last of them)`; `silent` more ranks never answer."""
+    store = dist.HashStore()
+    devices = [f"cpu@{rank}" for rank in range(degree + silent)]
+    verdicts: queue.Queue = queue.Queue()
+    ranks = []
+    for rank in range(degree):
+        ranks.append(StorePulse(store, RankPulse(None, rank, 1.0), rank, devices, ROLL_LIMITS))
+        ranks[-1].start(verdicts.put)
+    happens(ranks[-1])
+    return [verdicts.get(timeout=10) for _ in range(degree)]
+
+
+def test_who_does_not_answer_when_a_peer_is_lost_is_gone():
+    for verdict in verdicts_after(lambda signs: signs.lost_a_peer("Connection closed"), silent=2):
+        assert (verdict["rank"], verdict["device"]) == (2, "cpu@2")
+        assert verdict["cause"] == "is gone, and so is rank 3 (cpu@3),"
+
+
+def test_where_every_rank_answers_it_is_said_that_nobody_knows_which_failed():
+    for verdict in verdicts_after(lambda signs: signs.lost_a_peer("Connection closed")):
+        assert (verdict["rank"], verdict["device"]) == (None, None)
+        assert "which of them failed is unknown (rank 1: Connection closed)" in verdict["cause"]
+
+
+def test_a_signal_to_end_is_told_by_the_rank_that_got_it():
+    for verdict in verdicts_after(lambda signs: signs.bell.send(b"\x0f")):
+        assert verdict["rank"] == 1 and verdict["cause"].startswith("was told to end by SIGTERM")
+
+
+def test_the_last_words_of_a_rank_reach_the_others():
+    for verdict in verdicts_after(lambda signs: signs.ended_by({"message": "no GPU any more"}), silent=1):
+        assert (verdict["rank"], verdict["error"]) == (1, {"message": "no GPU any more"})
+
+
+def test_every_rank_judges_rank_0_too():
+    store = dist.HashStore()
+    rank_1_says(store)
+    limits = SimpleNamespace(step_timeout=60, heartbeat_timeout=1.0, error_grace=1.0)
+    verdicts: queue.Queue = queue.Queue()
+    store.set("pulse/0", store.get("pulse/1"))
+    StorePulse(store, RankPulse(None, 1, 1.0), 1, ["cpu@a", "cpu@b"], limits).start(verdicts.put)
+    verdict = verdicts.get(timeout=10)
+    assert (verdict["rank"], verdict["device"]) == (0, "cpu@a") and "no sign of life" in verdict["cause"]

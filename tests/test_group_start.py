@@ -275,6 +275,20 @@ def test_ten_log_folders_are_kept_and_those_of_running_groups(tmp_path, monkeypa
     assert len(kept) == KEPT + 1
 
 
+def test_logs_that_cannot_be_written_end_the_start_by_name(tmp_path, monkeypatch):
+    (tmp_path / "rank-1.log").mkdir()
+    with pytest.raises(ConfigError, match=r"no log at .*/rank-1\.log: Is a directory\. .* log_dir in Python"):
+        RankGroup.start(["cpu", "cpu"], commands=COMMANDS, log_dir=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"no log at .*/file/logs: Not a directory"):
+        RankGroup.start(["cpu"], commands=COMMANDS, log_dir=tmp_path / "file" / "logs")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with pytest.raises(
+        ConfigError, match="no log at /proc/nowhere/comfy-tp/logs: No such file.*XDG_CACHE_HOME"
+    ):
+        RankGroup.start(["cpu"], commands=COMMANDS)
+
+
 def test_the_innermost_frame_is_found_in_a_dump_of_all_stacks():
     dump = (
         'Thread 0x1 (most recent call first):\n  File "/a/threading.py", line 5 in wait\n\n'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from comfy_inprocess import (
     save_small_model,
     small_model,
 )
-from torchrun_nodes import Namespaces, Nodes, all_end
+from torchrun_nodes import Namespaces, Nodes, all_end, free_port
 
 from comfy_tp.core.errors import CheckpointError, ConfigError, PlanError, RankError
 
@@ -119,7 +121,7 @@ def test_ranks_elsewhere_serve_the_loader_node(token_of, tmp_path, in_comfy):  #
         deadline = time.monotonic() + 5
         while group.alive and time.monotonic() < deadline:
             time.sleep(0.02)
-        with pytest.raises(RankError, match="The connection to rank 0 ended"):
+        with pytest.raises(RankError, match=r"The connection to rank 0 \(cpu@\S+\) ended"):
             sharded.require()
         assert torch.equal(image(model), before)
         assert sharded.loads == 2 and sharded.remote.group is not group
@@ -188,8 +190,14 @@ def seconds_until_lost(model, lose: Callable[[], None], error: str) -> float:
     return time.monotonic() - lost_at[0]
 
 
+LOST = {0: r"The connection to rank 0 \(cpu@\S+\) ended: ", 1: r"Rank 1 \(cpu@\S+\) is gone during "}
+
+
 @pytest.mark.usefixtures("in_comfy")
-def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_named(token_of, tmp_path):
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_named(
+    token_of, tmp_path, lost
+):
     with two_machines(tmp_path, token_of) as (_, nodes):
         model = load_tp(NAME, 0, devices=nodes.devices)
         group = model.sharded.remote.group
@@ -198,8 +206,8 @@ def test_two_machines_joined_by_a_network_form_one_group_and_the_loss_of_one_is_
         links = {os.readlink(f"/proc/{pid}/ns/net") for pid in [*pids, os.getpid()]}
         assert len(links) == 3, "the ranks and the client share a network namespace"
 
-        error = r"Rank \d \(cpu@.*\) lost its connection|Rank 1 \(cpu@"
-        assert seconds_until_lost(model, lambda: nodes.kill_node(1, [pids[1]]), error) < 5
+        assert seconds_until_lost(model, lambda: nodes.kill_node(lost, [pids[lost]]), LOST[lost]) < 5
+        assert (group.failure.rank, group.failure.device) == (lost, group.devices[lost])
         assert not group.alive and not model.sharded.loaded
         with pytest.raises(RankError, match="cannot be used"):
             image(model)
@@ -216,7 +224,40 @@ def test_a_network_that_falls_silent_is_noticed_by_the_heartbeat_and_the_machine
         pids = [rank["pid"] for rank in group.status()["ranks"]]
         assert 3 <= seconds_until_lost(model, net.cut, r"Rank 1 \(cpu@.*\) .*no sign of life") < 7
         assert not group.alive and not model.sharded.loaded
-        assert all_end(pids[:1])
+        assert all_end(pids, 4)
+
+
+@pytest.mark.usefixtures("in_comfy")
+def test_a_machine_lost_in_a_load_is_named_and_machines_started_again_are_used(token_of, tmp_path):
+    from comfy_tp.comfy_tp_nodes import groups
+
+    small_model()
+    ports = (free_port(), free_port())
+    nodes = Nodes(tmp_path, options=LIMITS, ports=ports)
+    try:
+        nodes.connect().close()
+        token_of(nodes)
+        model = load_tp(NAME, 0, devices=nodes.devices)
+        expected = image(model)
+        pids = [rank["pid"] for rank in model.sharded.remote.group.status()["ranks"]]
+        model.sharded.unload()
+        # The load waits for this rank, so that the loss falls into it.
+        os.kill(pids[1], signal.SIGSTOP)
+        threading.Timer(0.5, nodes.kill_node, (1, [pids[1]])).start()
+        with pytest.raises(RankError, match=LOST[1] + "'load'") as caught:
+            load_tp(NAME, 0, devices=nodes.devices)
+        assert caught.value.rank == 1 and "\nLogs: " in str(caught.value)
+        assert all_end(pids)
+        with pytest.raises(RankError, match="cannot be used"):
+            image(model)
+
+        nodes.end()
+        nodes = Nodes(tmp_path, options=LIMITS, ports=ports)
+        nodes.connect().close()
+        assert torch.equal(image(model), expected)
+    finally:
+        groups.close_all()
+        nodes.end()
 
 
 def sample_with(model, callback) -> None:

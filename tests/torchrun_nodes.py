@@ -49,6 +49,9 @@ class Nodes:
         self.folder = folder
         self.address = f"{host}:{port}"
         self.token_file = folder / "token"
+        self.cache, self.temporary = folder / "cache", folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self.places = {"XDG_CACHE_HOME": str(self.cache), "TMPDIR": str(self.temporary)}
         settings = argparse.Namespace(
             host=host,
             nodes=nodes,
@@ -64,17 +67,15 @@ class Nodes:
         for number, line in enumerate(printed["lines"]):
             program, *words = shlex.split(line)
             assert program == "torchrun"
-            # Without a folder for its logs torchrun makes one in the system's own and leaves it there.
-            logs = ["--log-dir", str(folder / "torchrun")]
             prefix = list(within[number]) if within else []
             more = environments[number] if environments else {}
             with open(folder / f"node{number}.log", "w") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [*prefix, sys.executable, "-m", "torch.distributed.run", *logs, *words, *options],
+                        [*prefix, sys.executable, "-m", "torch.distributed.run", *words, *options],
                         stdout=log,
                         stderr=log,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", **more},
+                        env={**os.environ, **self.places, "OMP_NUM_THREADS": "1", **more},
                         start_new_session=True,
                     )
                 )

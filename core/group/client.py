@@ -39,7 +39,7 @@ from . import pulse as life
 from .address import parse_address
 from .channel import Channel, ChannelClosed, ChannelError, Frame
 from .failure import rebuild
-from .logs import new_log_dir, tail
+from .logs import LAUNCHER_LOG, make_log_dir, new_log_dir, open_log, rank_log, tail
 from .process import exit_cause, python
 from .pulse import PulseFile
 
@@ -139,8 +139,8 @@ class RankGroup:
         process reads before it runs Python, like LD_PRELOAD, has no effect on forked ranks. poll: called
         while waiting; what it raises ends the start.
 
-        Raises ConfigError for devices that cannot be used and RankError with the reason where a rank does not
-        start; then nothing is left running.
+        Raises ConfigError for devices that cannot be used or logs that cannot be written, and RankError with the
+        reason where a rank does not start; then nothing is left running.
         """
         names, backend = check_devices(devices, backend)
         source, colon, table = commands.rpartition(":")
@@ -151,8 +151,9 @@ class RankGroup:
         cuda = names[0].startswith("cuda")
         if fork and cuda:
             raise ConfigError("fork=True: ranks on CUDA devices cannot be forked; leave fork out")
-        folder = Path(log_dir) if log_dir is not None else new_log_dir()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = new_log_dir() if log_dir is None else make_log_dir(Path(log_dir))
+        for name in (LAUNCHER_LOG, *map(rank_log, range(len(names)))):
+            open_log(folder / name).close()
         line = _Line(names, str(folder.absolute()))
         try:
             line.launch(
@@ -398,7 +399,7 @@ class _Line:
         self._heartbeat_timeout = 60.0
         self._next_check = 0.0
         self._heard = time.monotonic()
-        self._beat = 0.0
+        self._silence = 0.0  # how long rank 0 of a group that runs elsewhere may be silent
         self._changed = threading.Condition()
         self._frames: collections.deque[Frame] = collections.deque()
         self._last = 0
@@ -412,7 +413,7 @@ class _Line:
         """Start launcher and ranks, and connect."""
         self._heartbeat_timeout = config["heartbeat_timeout"]
         token = secrets.token_hex(32)
-        with open(Path(config["log_dir"]) / "launcher.log", "ab") as errors:
+        with open_log(Path(config["log_dir"]) / LAUNCHER_LOG) as errors:
             self._process = subprocess.Popen(
                 python("comfy_tp launcher", config["log_dir"]),
                 stdin=subprocess.PIPE,
@@ -477,8 +478,9 @@ class _Line:
                 channel.close()
                 raise
         if not self.devices:
-            self.devices = [str(name) for name in group.get("devices", [])]
-            self._beat = float(group.get("beat") or 0.0)
+            self.devices = [str(name) for name in group.get("devices") or ["unknown"]]
+            self._silence = float(group.get("heartbeat_timeout") or 0.0)
+            self.log_dir = str(group["logs"]) if group.get("logs") else None
         self._heard = time.monotonic()
         self._channel = channel
         threading.Thread(target=self._read, args=(channel,), name="comfy_tp reader", daemon=True).start()
@@ -492,8 +494,7 @@ class _Line:
                 frame = channel.receive()
                 self._heard = time.monotonic()
                 if frame.kind == wire.ERROR and frame.header.get("ends"):
-                    error = rebuild(frame.header, log_dir=self.log_dir, note=" The rank group was ended.")
-                    self._fail(error if isinstance(error, RankError) else RankError(str(error)))
+                    self._fail(self._ended(frame.header, " The rank group was ended."))
                     return
                 with self._changed:
                     if frame.kind in (wire.REPLY, wire.ERROR):
@@ -507,6 +508,13 @@ class _Line:
             if not self.closed:
                 self._connection_lost(error)
 
+    def _ended(self, described: dict[str, Any], note: str) -> RankError:
+        """The described error that ended the group, as a RankError also where it was a refusal."""
+        error = rebuild(described, log_dir=self.log_dir, note=note)
+        if isinstance(error, RankError):
+            return error
+        return RankError(str(error), rank=described.get("rank"), device=described.get("device"))
+
     def _connection_lost(self, error: ChannelError) -> None:
         if self._process is not None:
             # The launcher knows the cause; its word comes a moment later.
@@ -514,8 +522,12 @@ class _Line:
             with self._changed:
                 while self.failure is None and not self.closed and time.monotonic() < deadline:
                     self._changed.wait(0.1)
+        guess = "" if self._process is not None else " The rank, its machine or the network between is gone."
+        self._rank_0_failed(f"The connection to rank 0 ({self.devices[0]}) ended: {error}.{guess}")
+
+    def _rank_0_failed(self, text: str) -> None:
         logs = f"\nLogs: {self.log_dir}" if self.log_dir else ""
-        self._fail(RankError(f"The connection to rank 0 ended: {error}.{logs}", rank=0))
+        self._fail(RankError(f"{text}{logs}", rank=0, device=self.devices[0]))
 
     def _listen(self) -> None:
         """Read what the launcher tells, until it ends."""
@@ -542,7 +554,7 @@ class _Line:
             except subprocess.TimeoutExpired:
                 cause = "closed its output"
             text = f"The launcher of the ranks {cause}."
-            end = tail(Path(self.log_dir or "") / "launcher.log", 1000)
+            end = tail(Path(self.log_dir or "") / LAUNCHER_LOG, 1000)
             self._fail(RankError(f"{text}\n{end}\nLogs: {self.log_dir}"))
 
     def _explain(self, told: dict[str, Any]) -> RankError:
@@ -556,12 +568,9 @@ class _Line:
         if error:
             described = {**error, "rank": rank, "device": device}
             note = ended if started else f" (rank {rank} on {device} did not start)"
-            rebuilt = rebuild(described, log_dir=self.log_dir, note=note)
-            if isinstance(rebuilt, RankError):
-                return rebuilt
-            return (
-                cast(RankError, rebuilt) if not started else RankError(str(rebuilt), rank=rank, device=device)
-            )
+            if started:
+                return self._ended(described, note)
+            return cast(RankError, rebuild(described, log_dir=self.log_dir, note=note))
         during = ""
         if not started:
             during = f" while starting ({told.get('doing') or 'importing torch'})"
@@ -662,10 +671,8 @@ class _Line:
             return
         self._next_check = now + 1.0
         silent = now - self._heard
-        if self._beat and silent > max(NODE_TIMEOUT, 5 * self._beat):
-            self._fail(
-                RankError(f"Rank 0 ({self.devices[0]}) has not been heard for {silent:.0f} s.", rank=0)
-            )
+        if self._silence and silent > self._silence:
+            self._rank_0_failed(f"Rank 0 ({self.devices[0]}) has shown no sign of life for {silent:.0f} s.")
             self.check()
         if self._pulse is None:
             return

@@ -26,8 +26,10 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def describe(error: BaseException, rank: int, device: str) -> dict[str, Any]:
-    """An exception as JSON."""
+def describe(
+    error: BaseException, rank: int | None, device: str | None, logs: str | None = None
+) -> dict[str, Any]:
+    """An exception as JSON. `logs`: where the rank's log is, if the client cannot know."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     kind = type(error).__name__
     if out_of_memory(error):
@@ -39,6 +41,7 @@ def describe(error: BaseException, rank: int, device: str) -> dict[str, Any]:
         "traceback": text[-TRACEBACK_TAIL:],
         "rank": rank,
         "device": device,
+        "logs": logs,
     }
 
 
@@ -56,7 +59,8 @@ def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str 
     """The exception the client raises for a described one.
 
     A refusal of ours keeps its type and text. Any other exception is a RankError that names rank and device and
-    carries the traceback's tail; running out of memory is a RankOutOfMemory.
+    carries the traceback's tail; running out of memory is a RankOutOfMemory. These name the rank's log, or `log_dir`
+    where it is not described.
     """
     name = str(described.get("type"))
     message = str(described.get("message"))
@@ -65,6 +69,7 @@ def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str 
     kind = REFUSALS.get(name)
     if kind is not None and not issubclass(kind, RankError):
         return kind(message + note)
+    log_dir = described["logs"] if isinstance(described.get("logs"), str) else log_dir
     logs = f"\nLogs: {log_dir}" if log_dir else ""
     tail = str(described.get("traceback") or "").rstrip()
     tail = f"\n{tail}" if tail else ""

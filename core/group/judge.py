@@ -1,6 +1,6 @@
 """Who is to blame: judges from the ranks' signs of life whether one has stopped, hangs, or raised alone.
 
-The launcher judges the ranks of one machine; over several machines rank 0 does, from what the ranks tell it.
+The launcher judges the ranks of one machine; over several machines every rank judges all, from what they tell.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from typing import Any, NoReturn, TextIO
 from ..claims import Claim, abandoned
 from . import pulse as life
 from .judge import Judge
-from .logs import RUNNING, tail
+from .logs import RUNNING, rank_log, tail
 from .process import RankProcess, exit_cause
 from .pulse import PulseFile
 
@@ -187,7 +187,7 @@ class Launcher:
             self._pidfds = []
 
     def _log_of(self, rank: int) -> Path:
-        return Path(self.config["log_dir"]) / f"rank-{rank}.log"
+        return Path(self.config["log_dir"]) / rank_log(rank)
 
     def _import(self) -> None:
         """Import what the ranks need, once for all of them."""

@@ -7,21 +7,19 @@
 loader node connects to it by address and token. The ranks and the commands are the same as on one machine.
 torchrun's own store and the ranks' connections have no authentication: a trusted network only.
 
-The ranks' signs of life travel through torchrun's store; rank 0 judges them and tells the client. When any rank
-ends, torchrun ends the others.
+The ranks watch one another (`watch`); rank 0 tells the client what ends the group. When a rank ends, torchrun ends the
+others of its machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,15 +31,21 @@ from . import channel as wire
 from . import pulse as life
 from .address import parse_address
 from .failure import describe
-from .judge import Judge
+from .logs import new_log_dir, open_log, rank_log
 from .port import ClientPort
-from .pulse import PulseFile, RankPulse
+from .pulse import RankPulse
 from .rank import CommandLoop, PeerLost, RankContext, join_group, load_commands, open_device, run_self_test
 from .secret import make_token, read_token
+from .watch import GUARD_LATER, Guard, StorePulse
 
 log = logging.getLogger("comfy_tp.node")
 
 DEFAULT_COMMANDS = "comfy_tp.core.group.commands:COMMANDS"
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+# Of the text that tells the client where the logs are: it stands in the welcome, whose length is bounded.
+LOGS_LIMIT = 256
+# How long the client may take to read why the group ends.
+TELL_WAIT = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,104 +85,9 @@ def tcp_listener(address: str) -> socket.socket:
     return listener
 
 
-def main_place() -> str:
-    """`file:line in function` of this process's main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
-
-
-class StorePulse:
-    """Carries the ranks' signs of life through the rendezvous store, in a thread of every rank.
-
-    Ages travel, not times, since machines have different clocks. Rank 0 mirrors them in a pulse file of its own
-    memory, and calls `blame` once with the judge's verdict. On every rank, whatever keeps the thread from going on
-    is a verdict too: a group that nobody watches ends.
-    """
-
-    def __init__(self, store: dist.Store, pulse: RankPulse, rank: int, devices: Sequence[str], limits: Any):
-        self._store = store
-        self._pulse = pulse
-        self._rank = rank
-        self._mirror = PulseFile(None, len(devices))
-        self._judge = Judge(
-            self._mirror,
-            devices,
-            step_timeout=limits.step_timeout,
-            heartbeat_timeout=limits.heartbeat_timeout,
-            error_grace=limits.error_grace,
-            places=lambda: [self._places.get(each, "") for each in range(len(devices))],
-        )
-        self._places: dict[int, str] = {}
-        self._period = max(0.1, min(2.0, limits.heartbeat_timeout / 8, limits.step_timeout / 8))
-        self._beats: dict[int, int] = {}
-        self.raised: dict[str, Any] | None = None
-
-    def start(self, blame: Any) -> None:
-        threading.Thread(target=self._run, args=(blame,), name="comfy_tp pulse", daemon=True).start()
-
-    def _run(self, blame: Any) -> None:
-        try:
-            verdict = self._watch()
-        except Exception as error:
-            gone = isinstance(error, RuntimeError)
-            why = f"torchrun's store is gone ({error})" if gone else f"{type(error).__name__}: {error}"
-            log.error("the signs of life end", exc_info=None if gone else error)
-            verdict = {**self._judge.about(self._rank), "cause": f"cannot watch the ranks any more: {why}"}
-        blame(verdict)
-
-    def _watch(self) -> dict[str, Any]:
-        beat = 0
-        while True:
-            beat += 1
-            self._write(beat)
-            verdict = self._read() if self._rank == 0 else None
-            if verdict is not None:
-                return verdict
-            time.sleep(self._period)
-
-    def _write(self, beat: int) -> None:
-        pulse = self._pulse
-        said = {
-            "beat": beat,
-            "command": pulse.command,
-            "step": pulse.steps,
-            "age": time.monotonic() - pulse.progress_at,
-            "state": pulse.state,
-            "slowest": pulse.slowest,
-            "note": pulse.note,
-            "place": main_place() if pulse.state == life.BUSY else "",
-            "raised": self.raised if pulse.state == life.FAILED else None,
-        }
-        self._store.set(f"pulse/{self._rank}", json.dumps(said))
-
-    def _read(self) -> dict[str, Any] | None:
-        now = time.monotonic()
-        raised = {}
-        for rank in range(self._mirror.degree):
-            if not self._store.check([f"pulse/{rank}"]):
-                continue
-            said = json.loads(self._store.get(f"pulse/{rank}"))
-            slot = rank + 1
-            raised[rank] = said["raised"]
-            self._places[rank] = said["place"]
-            if said["beat"] != self._beats.get(rank):
-                self._beats[rank] = said["beat"]
-                self._mirror.put(slot, life.HEARTBEAT, now)
-                self._mirror.put(slot, life.PROGRESS, now - said["age"])
-            self._mirror.put(slot, life.COMMAND, said["command"])
-            self._mirror.put(slot, life.STEP, said["step"])
-            self._mirror.put(slot, life.STATE, said["state"])
-            self._mirror.put(slot, life.SLOWEST, said["slowest"])
-            self._mirror.set_note(slot, said["note"])
-        verdict = self._judge.verdict()
-        if verdict is not None and verdict.get("raised"):
-            verdict["error"] = raised.get(verdict["rank"])
-        return verdict
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run as a rank under torchrun."""
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
     options = parser().parse_args(arguments)
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         sys.exit("comfy_tp.core.group.node runs under torchrun; see --help and the documentation")
@@ -206,8 +115,21 @@ def _end(error: BaseException, rank: int) -> NoReturn:
     os._exit(code)
 
 
+def log_to(folder: Path, rank: int) -> None:
+    """Write what this rank logs, warnings too, into its file in `folder` beside where it goes already."""
+    handler = logging.StreamHandler(open_log(folder / rank_log(rank)))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+
+
 def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
     degree = int(os.environ["WORLD_SIZE"])
+    machine = os.environ.get("GROUP_RANK", "0")
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    if leads:
+        folder = new_log_dir(running=True)
+        log_to(folder, rank)
     pulse = RankPulse(None, rank, 1.0)
     commands = load_commands(options.commands)
     name = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -220,6 +142,13 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
         listener = tcp_listener(options.listen)
     store, _, _ = next(dist.rendezvous("env://", rank, degree))
     life_store, _, _ = next(dist.rendezvous("env://", rank, degree))
+    # The ranks of a machine share a folder, which the first of them has made.
+    folders = dist.PrefixStore("comfy_tp/logs", store)
+    if leads:
+        folders.set(machine, str(folder))
+    else:
+        folder = Path(folders.get(machine).decode())
+        log_to(folder, rank)
     data, control = join_group(
         device,
         backend,
@@ -229,11 +158,28 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
         world_size=degree,
     )
     run_self_test(data, rank, degree, device, failed=lambda error: _end(error, rank))
-    context = RankContext(rank, degree, device, data, control, pulse)
-    devices = context.gather(f"{name}@{socket.gethostname()}")
+    host = socket.gethostname()
+    context = RankContext(
+        rank,
+        degree,
+        device,
+        data,
+        control,
+        pulse,
+        name=f"{name}@{host}",
+        logs=f"{host}:{folder}"[:LOGS_LIMIT],
+    )
+    devices, logs = zip(*context.gather([context.name, context.logs]), strict=True)
     port = None
     if listener is not None:
-        port = ClientPort(listener, token, {"devices": devices, "backend": backend, "beat": wire.BEAT_PERIOD})
+        description = {
+            "devices": devices,
+            "backend": backend,
+            "beat": min(wire.BEAT_PERIOD, options.heartbeat_timeout / 8),
+            "heartbeat_timeout": options.heartbeat_timeout,
+            "logs": context.logs,
+        }
+        port = ClientPort(listener, token, description)
     pulse.slowest = 0.0
     signs = StorePulse(dist.PrefixStore("comfy_tp/life", life_store), pulse, rank, devices, options)
     loop = CommandLoop(
@@ -246,30 +192,42 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
     )
 
     def blame(verdict: dict[str, Any]) -> None:
-        log.error("rank %s (%s) %s", verdict["rank"], verdict["device"], verdict["cause"])
-        try:
-            loop.tell_client(_described(verdict))
-        finally:
-            os._exit(life.EXIT_PEER_LOST)
+        error = _described(verdict, logs)
+        log.error("%s", error["message"])
+        teller = threading.Thread(target=loop.tell_client, args=(error,), daemon=True)
+        teller.start()
+        teller.join(TELL_WAIT)
+        os._exit(life.EXIT_PEER_LOST)
 
-    signs.start(blame)
+    signs.start(blame, Guard(options.heartbeat_timeout + GUARD_LATER))
+    # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.
+    signal.set_wakeup_fd(signs.bell.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     if port is not None:
         port.start(on_cancel=loop.cancel)
         log.info("%d ranks await their client on %s", degree, options.listen)
+    log.info("logs: %s", context.logs)
     try:
         loop.run()
     except PeerLost as error:
-        # Its own cause is known elsewhere; what this rank knows is better than a closed connection.
-        lost = RankError(f"Rank {rank} ({devices[rank]}) lost its connection to the other ranks: {error}")
-        loop.tell_client(describe(lost, rank, devices[rank]))
+        signs.lost_a_peer(str(error))
+        raise
+    except BaseException as error:
+        log.error("rank %d ends", rank, exc_info=error)
+        signs.ended_by(context.describe(error))
         raise
 
 
-def _described(verdict: dict[str, Any]) -> dict[str, Any]:
+def _described(verdict: dict[str, Any], logs: Sequence[str]) -> dict[str, Any]:
+    """A verdict as the error that the client gets."""
     if verdict.get("error"):
         return verdict["error"]
-    text = f"Rank {verdict['rank']} ({verdict['device']}) {verdict['cause']} during {verdict['doing']!r}."
-    return describe(RankError(text), verdict["rank"], verdict["device"])
+    rank, device = verdict["rank"], verdict["device"]
+    if rank is None:
+        return describe(RankError(f"The ranks {verdict['cause']}."), None, None, logs[0])
+    during = f" during {verdict['doing']!r}" if verdict["state"] in (life.BUSY, life.FAILED) else ""
+    text = f"Rank {rank} ({device}) {verdict['cause']}{during}.{verdict.get('guess', '')}"
+    return describe(RankError(text), rank, device, logs[rank])
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class RankContext:
     rank, degree: this rank's number and how many there are. device: where this rank's shards live.
     data_group: the process group of the model's collectives (nccl or gloo). control_group: always gloo.
     models: what commands keep between calls, by a key of their choice.
+    name, logs: what errors call the device, and where they say that this rank's log is, if the client cannot know.
     """
 
     def __init__(
@@ -96,6 +97,9 @@ class RankContext:
         data_group: dist.ProcessGroup | None,
         control_group: dist.ProcessGroup | None,
         pulse: RankPulse,
+        *,
+        name: str | None = None,
+        logs: str | None = None,
     ):
         self.rank = rank
         self.degree = degree
@@ -103,6 +107,8 @@ class RankContext:
         self.data_group = data_group
         self.control_group = control_group
         self.models: dict[Any, Any] = {}
+        self.name = name or str(device)
+        self.logs = logs
         self._pulse = pulse
         self._order: Order | None = None
         self._numbers = torch.zeros(3, dtype=torch.int64)
@@ -111,6 +117,10 @@ class RankContext:
         """Send an event to the client. Rank 0 alone does; elsewhere nothing happens."""
         if self._order is not None:
             self._order.client.send(wire.EVENT, self._order.frame.request, header=header, tensors=tensors)
+
+    def describe(self, error: BaseException) -> dict[str, Any]:
+        """An exception of this rank as JSON."""
+        return describe(error, self.rank, self.name, self.logs)
 
     def pulse(self, note: str | None = None) -> None:
         """Say that the command makes progress: once per step, tensor read, or whatever takes long."""
@@ -343,7 +353,7 @@ class CommandLoop:
             self._client = order.client
         frame = order.frame
         if not order.client.wants(frame.request):
-            error = describe(Cancelled("The command was cancelled before it began."), 0, str(context.device))
+            error = context.describe(Cancelled("The command was cancelled before it began."))
             order.client.send(wire.ERROR, frame.request, header=error)
             return
         self._count += 1
@@ -436,12 +446,12 @@ class CommandLoop:
             state = _STOPPED
         except LockstepBroken:
             text = f"The ranks left the lockstep in command {name!r}: boundaries were not met equally often."
-            error = describe(RankError(text, rank=context.rank), context.rank, str(context.device))
+            error = context.describe(RankError(text, rank=context.rank))
             state = _FAILED
         if state == _FINISHED and answer is not None:
             return answer
         if state == _STOPPED:
-            return error or describe(Cancelled("The command was cancelled."), 0, str(context.device))
+            return error or context.describe(Cancelled("The command was cancelled."))
         return self._conclude(error)
 
     def _attempt(
@@ -459,7 +469,7 @@ class CommandLoop:
                 torch.cuda.synchronize(context.device)
             return wire.pack("", reply_header, reply_tensors if context.rank == 0 else ()), None
         except Exception as error:
-            described = describe(error, context.rank, str(context.device))
+            described = context.describe(error)
             if not isinstance(error, Cancelled):
                 log.error("command %s failed\n%s", name, described["traceback"])
             if context.device.type == "cuda":
