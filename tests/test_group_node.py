@@ -272,7 +272,9 @@ def verdicts_after(happens, degree: int = 2, silent: int = 0) -> list[dict]:
     verdicts: queue.Queue = queue.Queue()
     ranks = []
     for rank in range(degree):
-        ranks.append(StorePulse(store, RankPulse(None, rank, 1.0), rank, devices, ROLL_LIMITS))
+        pulse = RankPulse(None, rank, 1.0)
+        pulse.begin(1, "load")
+        ranks.append(StorePulse(store, pulse, rank, devices, ROLL_LIMITS))
         ranks[-1].start(verdicts.put)
     happens(ranks[-1])
     return [verdicts.get(timeout=10) for _ in range(degree)]
@@ -282,6 +284,10 @@ def test_who_does_not_answer_when_a_peer_is_lost_is_gone():
     for verdict in verdicts_after(lambda signs: signs.lost_a_peer("Connection closed"), silent=2):
         assert (verdict["rank"], verdict["device"]) == (2, "cpu@2")
         assert verdict["cause"] == "is gone, and so is rank 3 (cpu@3),"
+        assert (verdict["state"], verdict["doing"]) == (
+            life.BUSY,
+            "load",
+        )  # as far as those who are there know
 
 
 def test_where_every_rank_answers_it_is_said_that_nobody_knows_which_failed():
