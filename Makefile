@@ -58,7 +58,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # On top of .venv, whose torch it uses.
 floor: .venv-floor/.installed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -22,14 +23,18 @@ class Claim:
     def __init__(self, make: Callable[[], Path]):
         while True:
             self.path = make()
-            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._held = True
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self.descriptor), self.path.stat()):
-                    return
-            self.release()
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._held = True
+                try:
+                    _lock(self.descriptor)
+                    if os.path.samestat(os.fstat(self.descriptor), self.path.stat()):
+                        return
+                except BaseException:
+                    self.release()
+                    raise
+                self.release()
+            time.sleep(0.001)  # whoever clears it away holds the lock no longer than that takes
 
     def release(self) -> None:
         """Give the lock back; harmless a second time."""
@@ -46,10 +51,20 @@ def abandoned(paths: Iterable[Path]) -> Iterator[Path]:
         except OSError:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if _lock(descriptor):
+                yield path
+        except BlockingIOError:
             continue
-        else:
-            yield path
         finally:
             os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock it; False on a file system without locks. Raises `BlockingIOError` where another holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True

@@ -19,6 +19,18 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 RUN_VARIABLE = "COMFY_TP_TEST_RUN"
 GRACE_S = 10.0
+# Files with few tests that take long. They begin first, so that the processes that share the files end together.
+LONG = {
+    *(
+        "test_machines",
+        "test_trust",
+        "test_nodes_server",
+        "test_generate",
+        "test_adherence",
+        "test_group_node",
+    ),
+    *("test_reliability", "test_nodes_memory", "test_sampler_node", "test_architectures", "test_compile"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +55,11 @@ def browser(comfy: ComfyServer) -> Iterator[Browser]:
     session = Browser(comfy, TESTS / "output")
     yield session
     session.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def test_packs() -> dict[str, Path]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -112,6 +113,17 @@ def test_what_a_killed_save_left_is_removed_by_the_next_one_and_nothing_of_a_sav
     writing.finish()
     writing.publish()
     assert sorted(os.listdir(tmp_path)) == ["n.safetensors", "other.safetensors"]
+
+
+def test_saves_that_begin_at_the_same_time_in_one_folder_leave_each_other_alone(tmp_path):
+    def save(name: str) -> None:
+        for _ in range(100):
+            write_file(tmp_path / f"{name}.safetensors", {"a": (torch.float32, (1,))}, [("a", torch.ones(1))])
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(save, name) for name in "abcd"]:
+            done.result(60)
+    assert sorted(os.listdir(tmp_path)) == [f"{name}.safetensors" for name in "abcd"]
 
 
 KILLED = """

@@ -227,6 +227,7 @@ def test_a_network_that_falls_silent_is_noticed_by_the_heartbeat_and_the_machine
         assert all_end(pids, 4)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("in_comfy")
 def test_a_machine_lost_in_a_load_is_named_and_machines_started_again_are_used(token_of, tmp_path):
     from comfy_tp.comfy_tp_nodes import groups

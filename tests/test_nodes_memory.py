@@ -529,7 +529,7 @@ def test_cancel_while_the_ranks_start_takes_effect_at_once_and_the_next_load_wor
 
     from comfy_tp.comfy_tp_nodes import groups
 
-    model = load_tp(NAME, 4)
+    model = load_tp(NAME, 1)  # no other test counts on these ranks
     group = model.sharded.require().group
     before = image(model)
     model.sharded.unload()
@@ -543,7 +543,7 @@ def test_cancel_while_the_ranks_start_takes_effect_at_once_and_the_next_load_wor
     timer = threading.Timer(0.5, press)
     timer.start()
     with pytest.raises(management.InterruptProcessingException):
-        load_tp(NAME, 4)
+        load_tp(NAME, 1)
     took = time.monotonic() - pressed[0]
     assert took < 0.3 + 0.5  # the processes end in it too
     assert not model.sharded.loaded
@@ -586,7 +586,7 @@ def test_a_config_that_was_repaired_is_read_again(in_comfy):  # noqa: F811
     config.write_text(whole.replace('"num_layers": 2', '"num_layers": 3'))
     assert config.read_text() != whole
     broken = LoadTPModel.fingerprint_inputs("memory-config")
-    with pytest.raises(CheckpointError, match="missing tensor"):
+    with pytest.raises(CheckpointError, match="`num_layers` is 3, but"):
         load_tp("memory-config")
     config.write_text(whole)
     assert LoadTPModel.fingerprint_inputs("memory-config") != broken

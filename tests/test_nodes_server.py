@@ -163,7 +163,8 @@ def test_unload_tp_model_ends_the_ranks_and_hands_its_input_on(server):
     assert rank_pids(status(server.run(graph(10), 280)))
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGKILL], [signal.SIGINT, signal.SIGINT]])
+# A SIGKILL is in test_trust.
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 def test_nothing_of_the_ranks_outlives_comfyui(signals):
     with ComfyServer(custom_nodes=test_packs()) as server:
         save_small_model(server.models / "diffusion_models" / MODEL)
