@@ -83,6 +83,7 @@ def test_R8_the_documented_script_runs_under_torchrun(pipeline, alone, tmp_path)
     assert difference(output, alone) <= 1
 
 
+@pytest.mark.soak  # what refuses it is in test_requirements
 def test_a_degree_that_does_not_divide_the_heads_is_refused(pipeline, tmp_path):
     command = [
         sys.executable,
