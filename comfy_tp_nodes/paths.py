@@ -10,10 +10,9 @@ from pathlib import Path, PurePosixPath
 
 import folder_paths
 
-from ..core.checkpoint.files import RANK_FILE, STEMS
+from ..core.checkpoint.files import RANK_FILE, SAFETENSORS_SUFFIXES, STEMS
 from ..core.errors import ConfigError
 
-SUFFIXES = (".safetensors", ".sft")
 # Names of the weights in a folder that is a model as a whole.
 FOLDERS_OWN = re.compile(rf"(?:{'|'.join(STEMS)})[.-].*|{RANK_FILE.pattern}")
 DEPTH = 4  # how deep below a model folder a diffusers folder is looked for
@@ -94,11 +93,7 @@ def choices(component: Component) -> list[str]:
                 inside.update(names)
     if not component.single_files:
         return sorted(folders)
-    files = [
-        name.replace(os.sep, "/")
-        for name in folder_paths.get_filename_list(component.folders[0])
-        if name.lower().endswith(SUFFIXES)
-    ]
+    files = [name.replace(os.sep, "/") for name in safetensors_names(component.folders[0])]
     parts = tuple(f"{name}/" for name in inside)
     # A file of another name is a model of its own, whatever config.json lies in its folder.
     files = [
@@ -107,6 +102,12 @@ def choices(component: Component) -> list[str]:
         if not (name.startswith(parts) and FOLDERS_OWN.fullmatch(PurePosixPath(name).name))
     ]
     return files + sorted(folders)
+
+
+def safetensors_names(kind: str) -> list[str]:
+    """The safetensors files in ComfyUI's folders of that kind, by ComfyUI's names; others may hold pickles."""
+    names = folder_paths.get_filename_list(kind)
+    return [name for name in names if name.lower().endswith(SAFETENSORS_SUFFIXES)]
 
 
 def component_path(component: Component, name: str) -> Path:
@@ -161,7 +162,7 @@ def holds_model(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder` holds a config.json and safetensors weights."""
     if not os.path.isfile(os.path.join(folder, "config.json")):
         return False
-    return any(name.endswith(SUFFIXES) for name in os.listdir(folder))
+    return any(name.endswith(SAFETENSORS_SUFFIXES) for name in os.listdir(folder))
 
 
 def _stay_inside(component: Component, path: Path, roots: list[Path], name: str) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint.files import Checkpoint
+from ..core.checkpoint.files import SAFETENSORS_SUFFIXES, Checkpoint
 from ..core.checkpoint.header import TensorEntry
+from ..core.checkpoint.settings import config_path
 from ..core.errors import CheckpointError, UnsupportedError
 from ..core.loading import OpenedModel, config_of
 from ..core.models import ARCHITECTURES, Architecture, architecture_named
@@ -82,9 +83,10 @@ def fingerprint(path: Path) -> Fingerprint:
     Equal fingerprints mean the same model: the settings beside the weights count too.
     """
     if path.is_file():
-        files = [path, *(beside for beside in [path.with_name("config.json")] if beside.is_file())]
+        settings = config_path(path)
+        files = [path, settings] if settings.is_file() else [path]
     else:
-        files = sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".sft"))
+        files = sorted(p for p in path.iterdir() if p.suffix in (".json", *SAFETENSORS_SUFFIXES))
     found = []
     for file in files:
         status = file.stat()

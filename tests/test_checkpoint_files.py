@@ -13,6 +13,7 @@ import torch
 from damaged_files import outcome
 from safetensors.torch import save_file
 
+from comfy_tp.comfy_tp_nodes.source import fingerprint
 from comfy_tp.core.checkpoint import Checkpoint, resolve_source
 from comfy_tp.core.errors import CheckpointError
 
@@ -222,10 +223,10 @@ def test_several_sets_and_none_are_refused(tmp_path):
 
 def test_the_fingerprint_changes_with_the_file(tmp_path):
     path = save(tmp_path / "one.safetensors", "a")
-    before = Checkpoint.open(path).fingerprint()
-    assert before == Checkpoint.open(path).fingerprint()
+    before = fingerprint(path)
+    assert before == fingerprint(path)
     os.utime(path, ns=(1, 1))
-    assert before != Checkpoint.open(path).fingerprint()
+    assert before != fingerprint(path)
 
 
 def fake_hub(cache: Path, repository: str = "owner/flux", revision: str = "main") -> Path:

@@ -316,13 +316,13 @@ def test_the_loras_that_were_read_last_are_kept_up_to_a_number_of_bytes(monkeypa
 def test_a_lora_that_is_a_pickle_is_not_offered_and_never_opened():
     import folder_paths
 
-    from comfy_tp.comfy_tp_nodes.nodes.load_lora import lora_names
+    from comfy_tp.comfy_tp_nodes.paths import safetensors_names
 
     torch.save({"x": torch.ones(2)}, import_comfy() / "models/loras/old.pt")
     name = save_lora("new.safetensors", {"x": torch.ones(2)})
     folder_paths.filename_list_cache.clear()
     assert {"old.pt", name} <= set(folder_paths.get_filename_list("loras"))
-    assert name in lora_names() and "old.pt" not in lora_names()
+    assert name in safetensors_names("loras") and "old.pt" not in safetensors_names("loras")
     with pytest.raises(ValueError, match="'old.pt' is not one of the choices"):
         ours(tp_model(2), "old.pt", 1.0)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,18 +105,19 @@ def resources(model) -> tuple[list[int], list[int]]:
     return [resident_bytes(), *(entry["rss_bytes"] for entry in ranks)], fixed
 
 
-def growth(before: list[int], after: list[int]) -> tuple[float, str]:
-    """How much the process that grew most grew, and a remark that names all."""
-    parts = [new / old - 1 for new, old in zip(after, before, strict=True)]
-    text = ", ".join(
-        f"{who} {part:+.1%}" for who, part in zip(("ComfyUI", "rank 0", "rank 1"), parts, strict=True)
-    )
-    return max(parts), f"resident memory {text}"
-
-
-def grown_at(before: list[int], after: list[int]) -> list[tuple[int, int]]:
-    """The counts that have grown. One may have shrunk: a timer of a test before has run out."""
-    return [(old, new) for old, new in zip(before, after, strict=True) if new > old]
+@contextmanager
+def nothing_grows(model, row: Row) -> Iterator[None]:
+    """Of what `resources` tells, over what is done inside; `row` remarks by how much."""
+    memory, fixed = resources(model)
+    yield
+    after, fixed_after = resources(model)
+    parts = [new / old - 1 for new, old in zip(after, memory, strict=True)]
+    named = zip(("ComfyUI", "rank 0", "rank 1"), parts, strict=True)
+    row.remark += "resident memory " + ", ".join(f"{who} {part:+.1%}" for who, part in named)
+    # A count may have shrunk: a timer of a test before has run out.
+    assert [(old, new) for old, new in zip(fixed, fixed_after, strict=True) if new > old] == []
+    row.remark += "; descriptors and threads as before"
+    assert max(parts) < 0.02, row.remark
 
 
 class Cancels:
@@ -182,25 +183,21 @@ def test_cancels_at_random_moments_take_effect_soon_and_the_next_image_is_right(
     model = load_tp(NAME)
     expected = image(model)
     row = Row("Cancel in ComfyUI: in the load, in the first step, in a late step, between prompts")
+    table.append(row)
     cancels = Cancels(model, count)
+    row.remark = f"a step took {cancels.step:.2f} s, a load {cancels.load:.2f} s; "
     moments = cancels.moments()
     for _ in range(8):
         next(moments)()
     image(model)
-    memory, fixed = resources(model)
-    for _ in range(count):
-        took = next(moments)()
-        row.seconds += [] if took is None else [took]
-        row.injected += 1
-        row.recovered += bool(torch.equal(image(model), expected))
-    after, fixed_after = resources(model)
-    grown, text = growth(memory, after)
-    row.remark = f"a step took {cancels.step:.2f} s, a load {cancels.load:.2f} s; {text}"
-    table.append(row)
+    with nothing_grows(model, row):
+        for _ in range(count):
+            took = next(moments)()
+            row.seconds += [] if took is None else [took]
+            row.injected += 1
+            row.recovered += bool(torch.equal(image(model), expected))
     assert row.recovered == count
     assert max(row.seconds) < cancels.step + 0.3, row.seconds
-    assert grown_at(fixed, fixed_after) == []
-    assert grown < 0.02, row.remark
 
 
 @often(4, 50)
@@ -219,17 +216,12 @@ def test_loading_running_and_unloading_again_and_again_keeps_memory_descriptors_
 
     for _ in range(3):
         cycle()
-    memory, fixed = resources(model)
     row.injected = row.recovered = 0
-    for _ in range(count):
-        cycle()
-    after, fixed_after = resources(model)
-    grown, text = growth(memory, after)
-    row.remark = f"{text}; descriptors and threads as before"
     table.append(row)
+    with nothing_grows(model, row):
+        for _ in range(count):
+            cycle()
     assert row.recovered == count
-    assert grown_at(fixed, fixed_after) == []
-    assert grown < 0.02, row.remark
 
 
 class OneGroup:

@@ -12,12 +12,13 @@ import folder_paths
 import torch
 from comfy_api.latest import io, ui
 
-from ...core.checkpoint.files import SAFETENSORS_SUFFIXES, Checkpoint
+from ...core.checkpoint.files import Checkpoint
 from ...core.checkpoint.reader import read_whole
 from ...core.errors import InputError, UnsupportedError
 from ...core.lora_keys import LoraFile, read_lora
 from ...core.models import architecture_named
 from ..patches import comfy_patches
+from ..paths import safetensors_names
 from .schema import check_choice, make_schema
 
 log = logging.getLogger("comfy_tp.nodes")
@@ -58,7 +59,7 @@ class LoadTPLoRA(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "lora_name",
-                    options=lora_names(),
+                    options=safetensors_names("loras"),
                     tooltip="A safetensors file of models/loras/.",
                 ),
                 io.Float.Input(
@@ -76,7 +77,7 @@ class LoadTPLoRA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, lora_name: str, strength_model: float) -> io.NodeOutput:
-        check_choice("lora_name", lora_name, lora_names())
+        check_choice("lora_name", lora_name, safetensors_names("loras"))
         if strength_model == 0:
             return io.NodeOutput(model, ui=ui.PreviewText("Strength 0: the LoRA is not applied."))
         content = FILES.read(folder_paths.get_full_path_or_raise("loras", lora_name))
@@ -95,12 +96,6 @@ class LoadTPLoRA(io.ComfyNode):
                 lost = next(key for key in patches if key not in set(added))
                 raise InputError(f"ComfyUI did not take the LoRA's patch of {lost}. Update ComfyUI.")
         return io.NodeOutput(patched, ui=ui.PreviewText(text))
-
-
-def lora_names() -> list[str]:
-    """The safetensors files in ComfyUI's LoRA folders; others hold pickles."""
-    names = folder_paths.get_filename_list("loras")
-    return [name for name in names if name.lower().endswith(SAFETENSORS_SUFFIXES)]
 
 
 class LoraFiles:

@@ -85,10 +85,6 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
-        """Path, size and modification time (ns) of each file: equal fingerprints mean the same weights."""
-        return tuple((header.path, header.size, header.mtime_ns) for header in self.headers)
-
 
 @dataclass(frozen=True)
 class WeightFiles:

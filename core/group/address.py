@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
+from ..wording import short
 
 HIGHEST_PORT = 65535
 
@@ -14,7 +15,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    shown = repr(address if len(address) <= 100 else address[:100] + "...")
+    shown = f"'{short(address)}'"
     if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"{shown} is not of the form host:port")
     if len(port) > len(str(HIGHEST_PORT)) or int(port) > HIGHEST_PORT:

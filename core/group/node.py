@@ -34,7 +34,16 @@ from .failure import describe
 from .logs import new_log_dir, open_log, rank_log
 from .port import ClientPort
 from .pulse import RankPulse
-from .rank import CommandLoop, PeerLost, RankContext, join_group, load_commands, open_device, run_self_test
+from .rank import (
+    CommandLoop,
+    PeerLost,
+    RankContext,
+    end_process,
+    join_group,
+    load_commands,
+    open_device,
+    run_self_test,
+)
 from .secret import make_token, read_token
 from .watch import GUARD_LATER, Guard, StorePulse
 
@@ -100,19 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end(error: BaseException, rank: int) -> NoReturn:
-    """End this process, whatever its other threads do, with what ended the rank in its log."""
-    code = 1
-    if isinstance(error, PeerLost):
-        log.error("the group is broken: %s", error)
-        code = life.EXIT_PEER_LOST
-    elif isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-    elif isinstance(error, (ConfigError, RankError)):
-        log.error("%s", error)
-    else:
-        log.error("rank %d ended", rank, exc_info=error)
-    sys.stderr.flush()
-    os._exit(code)
+    def log_it() -> None:
+        if isinstance(error, (ConfigError, RankError)):
+            log.error("%s", error)
+        else:
+            log.error("rank %d ended", rank, exc_info=error)
+
+    end_process(error, log_it)
 
 
 def log_to(folder: Path, rank: int) -> None:

@@ -658,7 +658,15 @@ def main(folder_name: str, rank: int) -> NoReturn:
 
 
 def _end(folder: Path, rank: int, error: BaseException) -> NoReturn:
-    """End this process, whatever its other threads do, with what ended the rank written down for the launcher."""
+    def write_down() -> None:
+        traceback.print_exception(error)
+        write_error(folder / f"ended-{rank}.json", describe(error, rank, "its device"))
+
+    end_process(error, write_down)
+
+
+def end_process(error: BaseException, tell: Callable[[], None]) -> NoReturn:
+    """End this rank's process, whatever its other threads do. `tell` says what ended it, where nobody else can know."""
     code = 1
     if isinstance(error, PeerLost):
         log.error("the group is broken: %s", error)
@@ -666,8 +674,7 @@ def _end(folder: Path, rank: int, error: BaseException) -> NoReturn:
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
     else:
-        traceback.print_exception(error)
-        write_error(folder / f"ended-{rank}.json", describe(error, rank, "its device"))
+        tell()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
