@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
 
@@ -168,6 +169,14 @@ def test_a_folder_without_an_encoder_is_refused(tmp_path):
         ({"num_key_value_heads": "a"}, "`num_key_value_heads` is 'a', but heads are counted"),
         ({"hidden_size": -1}, r"makes no MistralModel \(RuntimeError: .*negative dimension"),
         ({"hidden_act": "nope"}, r"makes no MistralModel \(KeyError: 'nope'"),
+        pytest.param(
+            {"layer_types": 5},
+            r"makes no MistralModel \(TypeError: ",
+            marks=pytest.mark.skipif(
+                transformers.__version__.startswith("4."),
+                reason="transformers 4 does not look at layer_types",
+            ),
+        ),
         ({"vocab_size": "x"}, r"makes no MistralModel \(\w+Error: "),
         (None, "`text_config` is None, not a table of settings"),
         ([1], r"`text_config` is \[1\], not a table of settings"),
