@@ -8,15 +8,15 @@ from typing import Any
 
 log = logging.getLogger("comfy_tp.nodes")
 
-# File under nodes/ -> the class in it. The order is the one in which ComfyUI registers them.
+# Class of a node -> its file under nodes/. The order is the one in which ComfyUI registers them.
 NODES = {
-    "load_model": "LoadTPModel",
-    "load_clip": "LoadTPCLIP",
-    "load_vae": "LoadTPVAE",
-    "load_lora": "LoadTPLoRA",
-    "sampler": "TPSampler",
-    "unload_model": "UnloadTPModel",
-    "status": "TPStatus",
+    "LoadTPModel": "load_model",
+    "LoadTPCLIP": "load_clip",
+    "LoadTPVAE": "load_vae",
+    "LoadTPLoRA": "load_lora",
+    "TPSampler": "sampler",
+    "UnloadTPModel": "unload_model",
+    "TPStatus": "status",
 }
 
 
@@ -32,21 +32,26 @@ async def comfy_entrypoint() -> Any:
 
 
 def node_list() -> list[type]:
-    """The node classes; where ComfyUI does not fit, stand-ins that say which version is needed."""
+    """The node classes; for those that ComfyUI does not fit, stand-ins that say which version is needed."""
+    from .seams import say_if_untested
+
+    say_if_untested()
+    return [node(class_name) for class_name in NODES]
+
+
+def node(class_name: str) -> type:
+    """The node class of that name, or its stand-in."""
+    from .misfit import STAND_INS, stand_in
     from .seams import advice, problems
 
-    found = problems()
+    feature = STAND_INS[class_name].feature
+    found = list(problems(feature))
     if not found:
         try:
-            return [
-                getattr(importlib.import_module(f".nodes.{name}", __name__), class_name)
-                for name, class_name in NODES.items()
-            ]
+            return getattr(importlib.import_module(f".nodes.{NODES[class_name]}", __name__), class_name)
         except Exception as error:  # whatever the list of seams does not know of
-            log.exception("the nodes cannot be imported")
-            found = [f"its nodes cannot be imported ({type(error).__name__}: {error})"]
-    from .misfit import stand_ins
-
-    text = advice(found)
+            log.exception("%s cannot be imported", class_name)
+            found = [f"its code cannot be imported ({type(error).__name__}: {error})"]
+    text = advice(feature, found)
     log.error("%s", text)
-    return stand_ins(text)
+    return stand_in(class_name, text)

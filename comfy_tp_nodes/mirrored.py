@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
-import comfy.model_sampling
 import comfy.samplers
 import torch
 from tqdm.auto import tqdm
 
 from ..core.remote import Conditioning, RemoteModel
 from ..core.sampling import SAMPLERS, why_not_descending
+from . import seams
 from .conditioning import KEYS
 from .errors import comfy_errors
 from .patcher import POLICY, STUBS
@@ -147,6 +147,8 @@ def why_not_mirrored(
     denoise_mask: torch.Tensor | None,
 ) -> str | None:
     """The first thing in this run that the ranks do not implement, in words, or None when they can run the loop."""
+    if not seams.fits(seams.MIRRORED):
+        return f"ComfyUI {seams.version()} has changed what the ranks follow"
     if name not in SAMPLERS:
         return f"the ranks do not run the sampler {name} themselves"
     if noise.ndim != 4 and not (noise.ndim == 5 and noise.shape[2] == 1):
@@ -165,12 +167,13 @@ def why_not_mirrored(
 
 
 def _foreign_sampling(guider: Any, sigmas: torch.Tensor) -> str | None:
+    from comfy.model_sampling import CONST
+
     if type(guider) is not comfy.samplers.CFGGuider:
         return f"the guider is a {type(guider).__name__}"
     sampling = guider.inner_model.model_sampling
-    const = comfy.model_sampling.CONST
     for method in ("calculate_input", "calculate_denoised"):
-        if getattr(type(sampling), method, None) is not getattr(const, method):
+        if getattr(type(sampling), method, None) is not getattr(CONST, method):
             return f"the model's sampling is {type(sampling).__mro__[1].__name__}, not that of a flow model"
     if not torch.equal(sampling.timestep(sigmas).float(), sigmas.float()):
         return "the model's timesteps are not its sigmas (a ModelSampling node changed them)"

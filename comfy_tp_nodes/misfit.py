@@ -1,41 +1,50 @@
-"""Stand-ins for the nodes on a ComfyUI that the pack does not fit: they load, and say what is needed when run."""
+"""Stand-ins for the nodes that do not fit the installed ComfyUI: they load, and say what is needed when run."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy_api.latest import io
 
 from ..core.errors import UnsupportedError
+from . import seams
 
-# Node id -> display name and the type of its output.
-NODES = {
-    "TPLoadModel": ("Load TP Model", "MODEL"),
-    "TPLoadCLIP": ("Load TP CLIP", "CLIP"),
-    "TPLoadVAE": ("Load TP VAE", "VAE"),
-    "TPLoadLoRA": ("Load TP LoRA", "MODEL"),
-    "TPSampler": ("TP Sampler", "LATENT"),
-    "TPUnloadModel": ("Unload TP Model", "*"),
-    "TPStatus": ("TP Status", "STRING"),
+
+class StandIn(NamedTuple):
+    """A node's id, display name, the type of its output, and the feature of `seams` that it is."""
+
+    node_id: str
+    display_name: str
+    output: str
+    feature: str
+
+
+# Class of the node -> what stands in for it.
+STAND_INS = {
+    "LoadTPModel": StandIn("TPLoadModel", "Load TP Model", "MODEL", seams.LOAD_MODEL),
+    "LoadTPCLIP": StandIn("TPLoadCLIP", "Load TP CLIP", "CLIP", seams.LOAD_CLIP),
+    "LoadTPVAE": StandIn("TPLoadVAE", "Load TP VAE", "VAE", seams.LOAD_VAE),
+    "LoadTPLoRA": StandIn("TPLoadLoRA", "Load TP LoRA", "MODEL", seams.LOAD_LORA),
+    "TPSampler": StandIn("TPSampler", "TP Sampler", "LATENT", seams.SAMPLER),
+    "UnloadTPModel": StandIn("TPUnloadModel", "Unload TP Model", "*", seams.NODES),
+    "TPStatus": StandIn("TPStatus", "TP Status", "STRING", seams.STATUS),
 }
 
 
-def stand_ins(text: str) -> list[type]:
-    """One node class per id of ours, which raises `UnsupportedError(text)` when it is run."""
-    return [_stand_in(node_id, name, kind, text) for node_id, (name, kind) in NODES.items()]
+def stand_in(class_name: str, text: str) -> type:
+    """A node class under the id of `class_name`, which raises `UnsupportedError(text)` when it is run."""
+    node = STAND_INS[class_name]
 
-
-def _stand_in(node_id: str, name: str, kind: str, text: str) -> type:
-    class StandIn(io.ComfyNode):
+    class StandInNode(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
             return io.Schema(
-                node_id=node_id,
-                display_name=name,
+                node_id=node.node_id,
+                display_name=node.display_name,
                 category="comfy-tp",
                 description=text,
                 inputs=[],
-                outputs=[io.Custom(kind).Output()],
+                outputs=[io.Custom(node.output).Output()],
                 is_output_node=True,
             )
 
@@ -43,4 +52,4 @@ def _stand_in(node_id: str, name: str, kind: str, text: str) -> type:
         def execute(cls, **inputs: Any) -> io.NodeOutput:
             raise UnsupportedError(text)
 
-    return StandIn
+    return StandInNode

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.conds
-import comfy.model_base
-import comfy.supported_models
 import torch
 
 from ..core.checkpoint.settings import config_path
 from ..core.errors import UnsupportedError
 from ..core.models.qwenimage import check_predicted
 from ..core.skeleton import building
-from .conditioning import KEYS, TEXT_LENGTH, KeyCond
-from .proxy import CONTEXT, REFERENCES, ShardedFlux, ShardedQwenImage
+from . import seams
+from .conditioning import KEYS, KeyCond
+from .proxy import CONTEXT, REFERENCES
 from .sharded import ShardedModel
 from .source import ModelSource
-from .unet_config import unet_config
 
 # Keys of a conditioning that reach inside the model and that the ranks do not implement: key -> node that sets it.
 REFUSED_CONDITIONING = {
@@ -115,61 +115,40 @@ class ShardedBase(BaseModel):
         )
 
 
-class ShardedFlux2(ShardedBase, comfy.model_base.Flux2):
-    """`comfy.model_base.Flux2` on the ranks."""
+class Family(NamedTuple):
+    """Models that ComfyUI can sample on the ranks: the feature of `seams`, and the module whose `skeleton` builds them.
 
-    diffusion_class = ShardedFlux
-    text_length = TEXT_LENGTH
+    `skeleton(config)` takes diffusers' config and returns ComfyUI's model configuration, our class around it and what
+    else its constructor takes.
+    """
 
-
-class ShardedFlux1(ShardedBase, comfy.model_base.Flux):
-    """`comfy.model_base.Flux` on the ranks: FLUX.1 dev, schnell, Krea, Kontext, Fill, Canny and Depth."""
-
-    diffusion_class = ShardedFlux
+    feature: str
+    module: str
 
 
-class ShardedQwen(ShardedBase, comfy.model_base.QwenImage):
-    """`comfy.model_base.QwenImage` on the ranks: Qwen-Image and Qwen-Image-Edit."""
-
-    diffusion_class = ShardedQwenImage
-
-
-def flux2_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
-    """ComfyUI's model configuration for `unet`, our class around it and what else its constructor takes."""
-    return comfy.supported_models.Flux2(unet), ShardedFlux2, {}
-
-
-def flux_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
-    """As `flux2_skeleton`. The models without guidance (schnell) are sampled without shift."""
-    if not unet["guidance_embed"]:
-        flow = {"model_type": comfy.model_base.ModelType.FLOW}
-        return comfy.supported_models.FluxSchnell(unet), ShardedFlux1, flow
-    inpaints = unet["in_channels"] == comfy.supported_models.FluxInpaint.unet_config["in_channels"]
-    kind = comfy.supported_models.FluxInpaint if inpaints else comfy.supported_models.Flux
-    return kind(unet), ShardedFlux1, {}
-
-
-def qwenimage_skeleton(unet: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
-    """As `flux2_skeleton`."""
-    return comfy.supported_models.QwenImage(unet), ShardedQwen, {}
-
-
-# Architecture -> its skeleton: the models that ComfyUI can sample on the ranks.
-SKELETONS: dict[str, Callable[[dict[str, Any]], tuple[Any, type, dict[str, Any]]]] = {
-    "flux2": flux2_skeleton,
-    "flux": flux_skeleton,
-    "qwenimage": qwenimage_skeleton,
+# Architecture -> its family. A module is imported when a model of it is loaded, and its names of ComfyUI are there.
+FAMILIES = {
+    "flux2": Family(seams.FLUX2, "flux2"),
+    "flux": Family(seams.FLUX1, "flux"),
+    "qwenimage": Family(seams.QWEN_IMAGE, "qwenimage"),
 }
+
+
+def family(architecture: str) -> ModuleType:
+    """The module of `FAMILIES` for `architecture`."""
+    return importlib.import_module(f".families.{FAMILIES[architecture].module}", __package__)
 
 
 def check_sampled(source: ModelSource) -> None:
     """Raise `UnsupportedError` for a model that can be sharded but whose calls ComfyUI's side does not make yet."""
-    if source.architecture.name not in SKELETONS:
+    known = FAMILIES.get(source.architecture.name)
+    if known is None:
         raise UnsupportedError(
             f"{source.path} holds a {source.architecture.model_class}. Load TP Model can sample FLUX.2, FLUX.1 and "
             f"Qwen-Image in ComfyUI today. Load this file with the stock loader, or run it sharded from Python (README, "
             f"`from_pretrained`)."
         )
+    seams.require(known.feature)
     if source.architecture.name == "qwenimage":
         check_predicted(source.config, source.path)
 
@@ -185,6 +164,6 @@ def build_model(sharded: ShardedModel) -> Any:
     described = config_path(path) if path.is_dir() else path
     dtype = source.compute_dtype(sharded.dtype, sharded.placement.devices[0])
     with building(source.architecture.model_class, described, sum(source.stored.values())):
-        config, model_class, options = SKELETONS[name](unet_config(name, source.config))
+        config, model_class, options = family(name).skeleton(source.config)
         config.set_inference_dtype(getattr(torch, dtype), None)
         return model_class(config, sharded, **options)

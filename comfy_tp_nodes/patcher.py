@@ -14,6 +14,7 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 
 from ..core.errors import UnsupportedError
+from . import seams
 from .errors import comfy_errors
 from .patches import push_patches
 from .sharded import KEEP, PARK, ShardedModel
@@ -220,10 +221,11 @@ def load_with_progress(sharded: ShardedModel) -> None:
     if sharded.loaded:
         sharded.load(poll=poll)
         return
-    bar = comfy.utils.ProgressBar(PROGRESS_STEPS)
+    bar = comfy.utils.ProgressBar(PROGRESS_STEPS) if seams.fits(seams.PROGRESS) else None
 
     def show(done: int, total: int, _gb_per_second: float) -> None:
-        bar.update_absolute(int(PROGRESS_STEPS * done / max(total, 1)), PROGRESS_STEPS)
+        if bar is not None:
+            bar.update_absolute(int(PROGRESS_STEPS * done / max(total, 1)), PROGRESS_STEPS)
 
     sharded.load(on_progress=show, poll=poll)
 
@@ -275,6 +277,8 @@ def list_as_loaded(patcher: ShardedPatcher) -> None:
 
     So it can reclaim them: after a load that failed later on, and where it took them off its list during a run.
     """
+    if not seams.fits(seams.RECLAIM):
+        return
     listed = comfy.model_management.current_loaded_models
     for one in (patcher, *patcher.get_additional_models_with_key(STUBS)):
         if any(entry.model is one for entry in listed):

@@ -8,12 +8,12 @@ from typing import Any
 
 import comfy.model_management
 import comfy.utils
-import comfy.weight_adapter
 import torch
 
 from ..core.adapters import Adapter
 from ..core.errors import UnsupportedError
 from ..core.patch import Patch
+from . import seams
 
 log = logging.getLogger("comfy_tp.nodes")
 
@@ -36,6 +36,8 @@ def push_patches(patcher: Any) -> None:
     wanted = patcher.patches_uuid if patcher.patches else None
     if remote.patches_key == wanted:
         return
+    if wanted is not None:
+        seams.require(seams.LORA)
     patches = list(patches_of(patcher.patches))
     poll = comfy.model_management.throw_exception_if_processing_interrupted
     report = remote.set_patches(patches, poll=poll)
@@ -71,6 +73,8 @@ def patches_of(patches: Mapping[str, Iterable[tuple]]) -> Iterator[Patch]:
 
 def adapter_of(value: Any, key: str) -> Adapter:
     """ComfyUI's adapter object or tuple for the weight `key` as an `Adapter`. Raises `UnsupportedError`."""
+    import comfy.weight_adapter
+
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
         names = WEIGHTS.get(value.name)
         if names is None:
@@ -130,6 +134,8 @@ def comfy_patches(patches: Iterable[Patch], prefix: str) -> list[dict[Any, Any]]
 
 def comfy_adapter(adapter: Adapter) -> Any:
     """`adapter` as ComfyUI's own object or tuple."""
+    import comfy.weight_adapter
+
     names = WEIGHTS.get(adapter.kind)
     if names is None:
         return adapter.kind, tuple(adapter.tensors.values())

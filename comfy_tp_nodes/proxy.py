@@ -1,13 +1,13 @@
-"""The diffusion models that ComfyUI sees: its own classes on the meta device, whose forward runs on the ranks."""
+"""What makes a diffusion model of ComfyUI's, on the meta device, one whose forward runs on the ranks."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import comfy.ldm.flux.model
-import comfy.ldm.qwen_image.model
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
@@ -42,7 +42,9 @@ _told: set[str] = set()
 class RankCalls:
     """What the diffusion models share: a call that the ranks answer. Mixed in before the class of ComfyUI.
 
-    `sharded` is the model on the ranks, `text_length` what shorter text is padded to.
+    A call is read by the names that ComfyUI's own forward gives its arguments, so that one which a release adds or drops
+    changes nothing here: it is refused where it is set. `sharded` is the model on the ranks, `text_length` what shorter
+    text is padded to.
     """
 
     sharded: ShardedModel
@@ -50,6 +52,30 @@ class RankCalls:
     reference_method: str  # how references are placed where the conditioning does not say
     width: int  # of the residual stream
     mlp_ratio: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Velocity in the shape of `x` at `timestep` [B]; arguments are ComfyUI's, DIFFUSION_MODEL wrappers run around it."""
+        call = stock_signature(type(self)).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, call.arguments["transformer_options"])
+        # Wrappers are handed the arguments in the order in which ComfyUI's own forward hands them on.
+        return WrapperExecutor.new_class_executor(self.on_ranks, self, wrappers).execute(
+            *call.args[1:], **call.kwargs
+        )
+
+    def on_ranks(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The call itself, after the wrappers."""
+        call = stock_signature(type(self)).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = {**call.arguments, **call.arguments.get("kwargs", {})}
+        for name in ("self", "kwargs"):
+            given.pop(name, None)
+        return self.call_ranks(**self.arguments(given))
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of `call_ranks`, from the call's own by name; what is not known goes into `more`."""
+        known = ("x", "timestep", "context", "ref_latents", "control", "guidance", "transformer_options")
+        return {**{name: given.pop(name, None) for name in known}, "more": given}
 
     def call_ranks(
         self,
@@ -107,114 +133,11 @@ class RankCalls:
         return velocity.to(x.device, x.dtype)
 
 
-class ShardedFlux(RankCalls, comfy.ldm.flux.model.Flux):
-    """ComfyUI's Flux (FLUX.1 and FLUX.2) without weights."""
-
-    @property
-    def reference_method(self) -> str:  # type: ignore[override]
-        return self.params.default_ref_method
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.params.hidden_size
-
-    @property
-    def mlp_ratio(self) -> float:  # type: ignore[override]
-        return self.params.mlp_ratio
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
-        ref_latents: list[torch.Tensor] | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006  the signature of ComfyUI's own models
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Velocity [B, C, h, w] for `x` [B, C, h, w] at `timestep` [B]; DIFFUSION_MODEL wrappers run around it."""
-        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
-        return WrapperExecutor.new_class_executor(self.on_ranks, self, wrappers).execute(
-            x, timestep, context, y, guidance, ref_latents, control, transformer_options, **kwargs
-        )
-
-    def on_ranks(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
-        ref_latents: list[torch.Tensor] | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """The call itself. `y` [B, D], the pooled text, is read by FLUX.1 alone."""
-        return self.call_ranks(
-            x,
-            timestep,
-            context,
-            pooled=y if self.params.vec_in_dim is not None else None,
-            guidance=guidance,
-            ref_latents=ref_latents,
-            control=control,
-            transformer_options=transformer_options,
-            more=kwargs,
-        )
-
-
-class ShardedQwenImage(RankCalls, comfy.ldm.qwen_image.model.QwenImageTransformer2DModel):
-    """ComfyUI's Qwen-Image without weights."""
-
-    reference_method = "index"
-    mlp_ratio = 4.0
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.inner_dim
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
-        ref_latents: list[torch.Tensor] | None = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006  the signature of ComfyUI's own model
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Velocity [B, C, 1, h, w] for `x` [B, C, 1, h, w] at `timestep` [B]; wrappers run around it."""
-        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
-        return WrapperExecutor.new_class_executor(self.on_ranks, self, wrappers).execute(
-            x, timestep, context, attention_mask, guidance, ref_latents, transformer_options, **kwargs
-        )
-
-    def on_ranks(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
-        ref_latents: list[torch.Tensor] | None = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """The call itself. No conditioning gives this model a mask or guidance; from a wrapper they are refused."""
-        control = kwargs.pop("control", None)
-        return self.call_ranks(
-            x,
-            timestep,
-            context,
-            ref_latents=ref_latents,
-            control=control,
-            transformer_options=transformer_options,
-            more={**kwargs, "attention_mask": attention_mask, "guidance": guidance},
-        )
+@functools.cache
+def stock_signature(kind: type) -> inspect.Signature:
+    """The signature of the forward of ComfyUI's class that `kind` is made from."""
+    stock = next(base for base in kind.__mro__ if base.__module__.startswith("comfy."))
+    return inspect.signature(stock.forward)
 
 
 def references(

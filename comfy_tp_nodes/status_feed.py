@@ -13,15 +13,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from comfy_execution.utils import get_executing_context
+
+from . import seams
 
 EVENT = "comfy_tp.status"
 INTERVAL_S = 0.25  # at most four messages a second and model
 
 
+def executing_context() -> Any:
+    """ComfyUI's own record of the node that runs in this thread; None outside of a prompt."""
+    if not seams.fits(seams.STATUS_LINE):
+        return None
+    from comfy_execution.utils import get_executing_context
+
+    return get_executing_context()
+
+
 def executing_node() -> str | None:
     """The id of the node that ComfyUI runs in this thread; None outside of a prompt."""
-    context = get_executing_context()
+    context = executing_context()
     return context.node_id if context is not None else None
 
 
@@ -141,7 +151,7 @@ class StatusLine:
 
 def running_nodes() -> dict[str, tuple[Any, Any]]:
     """Class and inputs, by id, of the nodes of the prompt that ComfyUI runs; none where no server is."""
-    server, context = server_of_pages(), get_executing_context()
+    server, context = server_of_pages(), executing_context()
     running = getattr(getattr(server, "prompt_queue", None), "get_current_queue_volatile", None)
     if running is None or context is None:
         return {}

@@ -104,10 +104,10 @@ def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     import comfy.model_patcher
     import comfy.supported_models
 
-    from comfy_tp.comfy_tp_nodes.unet_config import unet_config
+    from comfy_tp.comfy_tp_nodes.families.flux2 import unet_config
 
     written = json.loads((folder / "config.json").read_text())
-    config = comfy.supported_models.Flux2(unet_config("flux2", written))
+    config = comfy.supported_models.Flux2(unet_config(written))
     config.set_inference_dtype(dtype, None)
     model = config.get_model({}, "", device="cpu")
     missing, unexpected = model.diffusion_model.load_state_dict(bfl_state(folder), strict=False)

@@ -73,9 +73,9 @@ def native_model(path: Path) -> Any:
     import comfy.supported_models
     import safetensors.torch
 
-    from comfy_tp.comfy_tp_nodes.unet_config import unet_config
+    from comfy_tp.comfy_tp_nodes.families.flux2 import unet_config
 
-    config = comfy.supported_models.Flux2({**unet_config("flux2", CONFIG), "dtype": torch.float32})
+    config = comfy.supported_models.Flux2({**unet_config(CONFIG), "dtype": torch.float32})
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "", device="cpu")
     generator = torch.Generator().manual_seed(1)

@@ -233,8 +233,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("title", PUBLISHED)
 def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_page_says(tmp_path, title):
-    from comfy_tp.comfy_tp_nodes.model import SKELETONS
-    from comfy_tp.comfy_tp_nodes.unet_config import DEFAULTS, unet_config
+    from comfy_tp.comfy_tp_nodes.model import family
     from comfy_tp.core.checkpoint.files import Checkpoint
     from comfy_tp.core.cli.file_kinds import KINDS, resident
     from comfy_tp.core.loading import open_model
@@ -243,12 +242,13 @@ def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_pa
     (kind,) = [kind for kind in KINDS if kind.title == title]
     config = architecture_named(kind.architecture).published[kind.published]
     skip_without(kind.architecture, config)
-    published, _, _ = SKELETONS[kind.architecture](unet_config(kind.architecture, config))
+    known_to_comfyui = family(kind.architecture)
+    published, _, _ = known_to_comfyui.skeleton(config)
     published.set_inference_dtype(torch.bfloat16, None)
     weights = published.get_model({}, "", device="meta").diffusion_model.state_dict()
     path, size = sparse_file(tmp_path / "real.safetensors", weights, PUBLISHED[title])
     opened = open_model(Checkpoint.open(path))
-    known = {**DEFAULTS[kind.architecture], **config}
+    known = {**known_to_comfyui.DEFAULTS, **config}
     assert {name: opened.config[name] for name in known} == known
     fp8_layers = sum(name.removesuffix(".weight").endswith(PUBLISHED[title]) for name in weights)
     assert len(opened.scales) == (fp8_layers if PUBLISHED[title] else 0)

@@ -6,12 +6,13 @@ import ast
 import asyncio
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from comfy_inprocess import in_comfy  # noqa: F401  a fixture
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("in_comfy")
 def test_the_installed_comfyui_has_every_seam():
     from comfy_tp.comfy_tp_nodes import seams
 
-    assert seams.problems() == []
+    found = {feature: seams.problems(feature) for feature in seams.features() if feature != seams.OVERRIDES}
+    assert {feature: texts for feature, texts in found.items() if texts} == {}
 
 
 def used_names() -> set[str]:
@@ -74,30 +76,31 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def test_nothing_of_comfyui_is_used_that_is_not_listed():
-    from comfy_tp.comfy_tp_nodes.seams import SEAMS
+    from comfy_tp.comfy_tp_nodes.seams import names
 
     listed = {
-        ".".join(name.split(".")[:length]) for name in SEAMS for length in range(1, name.count(".") + 2)
+        ".".join(name.split(".")[:length]) for name in names() for length in range(1, name.count(".") + 2)
     }
     assert sorted(name for name in used_names() if name not in listed and not of_an_object(name)) == []
 
 
 def of_an_object(name: str) -> bool:
     """Whether the name is an attribute of a listed thing that is neither a module nor a class, such as a list."""
-    from comfy_tp.comfy_tp_nodes.seams import SEAMS, _resolve
+    from comfy_tp.comfy_tp_nodes.seams import _resolve, names
 
-    seams = [seam for seam in SEAMS if name.startswith(f"{seam}.")]
+    seams = [seam for seam in names() if name.startswith(f"{seam}.")]
     return any(not isinstance(_resolve(seam), type | ModuleType) for seam in seams)
 
 
 def test_what_our_classes_override_and_use_of_comfyuis_classes_is_listed():
-    from comfy_tp.comfy_tp_nodes.seams import SEAMS
+    from comfy_tp.comfy_tp_nodes.seams import names
 
+    listed = names()
     unlisted = {
         f"{kind.__name__}: {base.__module__}.{base.__qualname__}.{name}"
         for kind in our_classes()
         for name, base in inherited_names(kind)
-        if not any(f"{each.__module__}.{each.__qualname__}.{name}" in SEAMS for each in comfy_bases(kind))
+        if not any(f"{each.__module__}.{each.__qualname__}.{name}" in listed for each in comfy_bases(kind))
     }
     assert sorted(unlisted) == []
 
@@ -106,8 +109,8 @@ def our_classes() -> list[type]:
     """The classes of the pack that are made from one of ComfyUI's, nodes apart: those have a contract of their own."""
     import importlib
 
-    for file in PACK.glob("*.py"):
-        importlib.import_module(f"comfy_tp.comfy_tp_nodes.{file.stem}")
+    for file in PACK.rglob("[!_]*.py"):
+        importlib.import_module(".".join(("comfy_tp", *file.relative_to(ROOT).with_suffix("").parts)))
     modules = [module for name, module in sys.modules.items() if name.startswith("comfy_tp.comfy_tp_nodes.")]
     found = {
         value
@@ -174,40 +177,113 @@ def test_a_missing_name_and_a_missing_parameter_are_told():
     ]
 
 
-def test_on_a_comfyui_that_does_not_fit_the_pack_loads_and_its_nodes_say_what_is_needed(monkeypatch):
-    import comfy_tp.comfy_tp_nodes as pack
-    from comfy_tp.comfy_tp_nodes import misfit, seams
-    from comfy_tp.core.errors import UnsupportedError
+@pytest.fixture
+def lacking(monkeypatch):
+    """A function that makes ComfyUI lack a parameter of a feature; all is as it was after the test."""
+    from comfy_tp.comfy_tp_nodes import seams
 
-    monkeypatch.setitem(seams.SEAMS, "comfy.model_patcher.ModelPatcher", ("model", "flavour"))
+    def lack(feature: str) -> None:
+        monkeypatch.setitem(
+            seams.SEAMS, feature, {**seams.SEAMS[feature], "comfy.conds.CONDRegular": ("flavour",)}
+        )
+        seams.problems.cache_clear()
+
+    yield lack
+    monkeypatch.undo()
+    seams.problems.cache_clear()
+
+
+IDS = [
+    "TPLoadModel",
+    "TPLoadCLIP",
+    "TPLoadVAE",
+    "TPLoadLoRA",
+    "TPSampler",
+    "TPUnloadModel",
+    "TPStatus",
+]
+
+
+def loaded_nodes() -> dict[str, type]:
+    import comfy_tp.comfy_tp_nodes as pack
+
     extension = asyncio.run(pack.comfy_entrypoint())
     nodes = asyncio.run(extension.get_node_list())
-    assert [node.GET_SCHEMA().node_id for node in nodes] == list(misfit.NODES)
-    with pytest.raises(
-        UnsupportedError, match=r"needs ComfyUI 0\.3\.75 .* this is 0\.3\.75.*takes no flavour"
-    ):
-        nodes[0].execute()
+    return {node.GET_SCHEMA().node_id: node for node in nodes}
 
 
-def test_nodes_that_cannot_be_imported_are_stood_in_for_too(monkeypatch):
-    import comfy_tp.comfy_tp_nodes as pack
-    from comfy_tp.comfy_tp_nodes import misfit
+def is_stand_in(node: type) -> bool:
+    return node.__name__ == "StandInNode"
+
+
+def test_on_a_comfyui_that_does_not_fit_the_pack_loads_and_its_nodes_say_what_is_needed(lacking):
+    from comfy_tp.comfy_tp_nodes import seams
     from comfy_tp.core.errors import UnsupportedError
 
-    monkeypatch.setitem(pack.NODES, "sampler", "TPSamplerOfAnotherTime")
-    nodes = pack.node_list()
-    assert [node.GET_SCHEMA().node_id for node in nodes] == list(misfit.NODES)
-    with pytest.raises(
-        UnsupportedError, match=r"cannot be imported \(AttributeError: .*TPSamplerOfAnotherTime"
-    ):
-        nodes[0].execute()
+    lacking(seams.NODES)
+    nodes = loaded_nodes()
+    assert list(nodes) == IDS and all(map(is_stand_in, nodes.values()))
+    said = rf"Load TP Model needs ComfyUI 0\.3\.75 .* this is {re.escape(seams.version())}.*takes no flavour"
+    with pytest.raises(UnsupportedError, match=said):
+        nodes["TPLoadModel"].execute()
 
 
-def test_the_stand_ins_have_the_ids_of_the_nodes():
+@pytest.mark.parametrize(
+    ("feature", "gone"),
+    [
+        ("LOAD_CLIP", {"TPLoadCLIP"}),
+        ("LOAD_VAE", {"TPLoadVAE"}),
+        ("LOAD_LORA", {"TPLoadLoRA"}),
+        ("LORA", {"TPLoadLoRA"}),
+        ("SAMPLER", {"TPSampler"}),
+        ("LOAD_MODEL", {"TPLoadModel", "TPSampler"}),
+        ("STATUS", {"TPStatus"}),
+        ("QWEN_IMAGE", set()),
+        ("PROGRESS", set()),
+    ],
+)
+def test_what_does_not_fit_takes_only_the_nodes_away_that_need_it(lacking, feature, gone):
+    from comfy_tp.comfy_tp_nodes import seams
+
+    lacking(getattr(seams, feature))
+    assert {name for name, node in loaded_nodes().items() if is_stand_in(node)} == gone
+
+
+def test_a_family_that_does_not_fit_is_refused_when_a_model_of_it_is_loaded(lacking):
+    from comfy_tp.comfy_tp_nodes import seams
+    from comfy_tp.comfy_tp_nodes.model import check_sampled
+    from comfy_tp.core.errors import UnsupportedError
+    from comfy_tp.core.models import architecture_named
+
+    lacking(seams.FLUX1)
+    architectures = {name: architecture_named(name) for name in ("flux", "flux2")}
+    sources = {name: SimpleNamespace(architecture=found, path=name) for name, found in architectures.items()}
+    check_sampled(sources["flux2"])
+    with pytest.raises(UnsupportedError, match=r"^FLUX\.1 needs ComfyUI .*takes no flavour"):
+        check_sampled(sources["flux"])
+
+
+def test_a_node_that_cannot_be_imported_is_stood_in_for_alone(monkeypatch):
     import comfy_tp.comfy_tp_nodes as pack
-    from comfy_tp.comfy_tp_nodes import misfit
+    from comfy_tp.core.errors import UnsupportedError
 
-    assert {node.GET_SCHEMA().node_id for node in pack.node_list()} == set(misfit.NODES)
+    monkeypatch.setitem(pack.NODES, "TPSampler", "sampler_of_another_time")
+    nodes = loaded_nodes()
+    assert list(nodes) == IDS
+    assert {name for name, node in nodes.items() if is_stand_in(node)} == {"TPSampler"}
+    said = r"^TP Sampler needs.*cannot be imported \(ModuleNotFoundError: .*sampler_of_another_time"
+    with pytest.raises(UnsupportedError, match=said):
+        nodes["TPSampler"].execute()
+
+
+def test_a_newer_comfyui_than_any_tested_one_works_and_is_told_of_once(monkeypatch, caplog):
+    from comfy_tp.comfy_tp_nodes import seams
+
+    monkeypatch.setattr("comfyui_version.__version__", "0.38.1")
+    for _ in range(2):
+        assert not any(map(is_stand_in, loaded_nodes().values()))
+    told = [record.message for record in caplog.records if "0.38.1 is newer than" in record.message]
+    assert len(told) == 1 and seams.NEWEST_TESTED in told[0]
 
 
 def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_comfy, tmp_path):  # noqa: F811

@@ -7,7 +7,6 @@ import os
 from collections import OrderedDict
 from typing import Any
 
-import comfy.model_base
 import folder_paths
 import torch
 from comfy_api.latest import io, ui
@@ -29,9 +28,9 @@ KEPT_BYTES = 2 << 30  # of LoRA files that were used last
 
 # ComfyUI's class of a model -> the architecture whose key tables read a LoRA for it.
 READABLE = {
-    comfy.model_base.Flux2: "flux2",
-    comfy.model_base.Flux: "flux",
-    comfy.model_base.QwenImage: "qwenimage",
+    "Flux2": "flux2",
+    "Flux": "flux",
+    "QwenImage": "qwenimage",
 }
 
 Content = tuple[dict[str, torch.Tensor], dict[str, str]]
@@ -128,7 +127,7 @@ def read_file(model: Any, content: Content) -> LoraFile:
     """What the LoRA does to ComfyUI's model object `model`. Raises `UnsupportedError` unless it is one of `READABLE`."""
     # A class of ComfyUI's that is made from another (Chroma from Flux) has names of its own.
     own = next((kind for kind in type(model).__mro__ if kind.__module__ == "comfy.model_base"), type(model))
-    if own not in READABLE:
+    if own.__name__ not in READABLE:
         raise UnsupportedError(
             f"Load TP LoRA reads LoRAs for FLUX.2, FLUX.1 and Qwen-Image, and this model is a {own.__name__}. Use the stock "
             f"LoRA loader."
@@ -139,7 +138,7 @@ def read_file(model: Any, content: Content) -> LoraFile:
         if key.startswith(PREFIX)
     }
     tensors, metadata = content
-    name = READABLE[own]
+    name = READABLE[own.__name__]
     return read_lora(tensors, shapes, architecture_named(name).layouts, name, metadata)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import comfy.sample
 import comfy.samplers
 import comfy.utils
-import latent_preview
 import torch
 from comfy_api.latest import io
 
 from ...core.errors import InputError
 from ...core.sampling import SAMPLERS
+from .. import seams
 from ..mirrored import MirroredSampler
 from ..patcher import list_as_loaded
 from .schema import check_choice, make_schema
@@ -138,8 +138,8 @@ class TPSampler(io.ComfyNode):
             negative,
             samples,
             noise_mask=latent_image.get("noise_mask"),
-            callback=latent_preview.prepare_callback(model, max(sigmas.shape[-1] - 1, 0)),
-            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+            callback=preview_callback(model, max(sigmas.shape[-1] - 1, 0)),
+            disable_pbar=not (seams.fits(seams.PROGRESS) and comfy.utils.PROGRESS_BAR_ENABLED),
             seed=seed,
         )
         if model.sharded.loaded:
@@ -154,6 +154,15 @@ def check_model(model: Any) -> None:
             f"TP Sampler needs a model from Load TP Model, and this one is a {type(model.model).__name__} that another "
             f"loader put on one device. Load it with Load TP Model, or sample it with KSampler."
         )
+
+
+def preview_callback(model: Any, steps: int) -> Any:
+    """What ComfyUI wants to be told of each step, for progress and previews; None where it has no such thing."""
+    if not seams.fits(seams.PREVIEWS):
+        return None
+    import latent_preview
+
+    return latent_preview.prepare_callback(model, steps)
 
 
 def fixed_latent(model: Any, latent: dict[str, Any]) -> torch.Tensor:
