@@ -85,7 +85,7 @@ def test_commands_in_the_documents_exist(page: Path):
         r"\bmake ([a-z]+)\b(?=[` \n])", "\n".join(re.findall(r"`[^`]+`|^make .*", text, re.M))
     ):
         assert target in targets, f"{page.name}: make {target}"
-    for command in re.findall(r"comfy-tp (demo|generate|verify|plan|bench|ranks|doctor)\b", text):
+    for command in re.findall(r"comfy-tp (demo|generate|verify|plan|bench|ranks|comfyui|doctor)\b", text):
         module = importlib.util.find_spec(f"{cli.__name__}.{command}")
         assert module is not None, f"{page.name}: comfy-tp {command}"
     for path in re.findall(r"`((?:core|tests|docs|workflows|comfy_tp_nodes)/[\w/.]+)`", text):

@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "plan": "propose a tensor-parallel plan for a model class",
     "bench": "measure loading or the forward pass against diffusers",
     "ranks": "print the lines that start a group over several machines",
+    "comfyui": "fetch releases of ComfyUI for the demo and the tests, or list them",
     "doctor": "measure this machine and predict load and step times",
 }
 

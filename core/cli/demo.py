@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..small.build import LORA_NAME, pipeline_folder
 from .arguments import count
-from .comfyui import ComfyServer
+from .comfyui import ComfyServer, newest_path, printed
 
 MODEL = "small-flux2"
 PROMPT = "a red circle on a blue background"
@@ -59,9 +59,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     folder = args.model or pipeline_folder()
     devices = args.devices or default_devices(args.ranks)
     args.output.mkdir(parents=True, exist_ok=True)
-    with ComfyServer(cpu=devices == "cpu") as comfy:
+    tree = newest_path(lambda text: print(text, flush=True))
+    version = printed(tree) or "of unknown version"
+    print(f"Starting ComfyUI {version} ({tree})", flush=True)
+    with ComfyServer(cpu=devices == "cpu", tree=tree) as comfy:
         link_models(comfy.models, folder)
-        print(f"ComfyUI is up at {comfy.url} after {comfy.boot_s:.1f} s", flush=True)
+        print(f"ComfyUI {version} is up at {comfy.url} after {comfy.boot_s:.1f} s", flush=True)
         options = {
             "ranks": args.ranks,
             "devices": devices,
@@ -79,6 +82,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         _, warm_s = render(comfy, again, args.output / "text_to_image_again.png")
         print(f"warm: {warm_s:.1f} s, the shards were still there", flush=True)
         figures: dict[str, Any] = {
+            "comfyui": version,
             "image": str(image),
             "ranks": args.ranks,
             "cold_s": cold_s,

@@ -1,8 +1,14 @@
-"""A real ComfyUI as a child process, for the demo and for the tests. Nothing of ComfyUI is imported here."""
+"""A real ComfyUI as a child process, for the demo and for the tests, and ``comfy-tp comfyui``, which fetches it.
 
+Nothing of ComfyUI is imported here.
+"""
+
+from .choose import comfyui_path, newest_path
+from .command import add_arguments, run
+from .environment import comfyui_python
 from .events import EventStream, Preview
 from .server import ComfyServer, ComfyUIError, ExecutionFailed, ExecutionInterrupted, PromptRefused
-from .tree import comfyui_path
+from .tree import printed
 
 __all__ = [
     "ComfyServer",
@@ -12,5 +18,10 @@ __all__ = [
     "ExecutionInterrupted",
     "Preview",
     "PromptRefused",
+    "add_arguments",
     "comfyui_path",
+    "comfyui_python",
+    "newest_path",
+    "printed",
+    "run",
 ]

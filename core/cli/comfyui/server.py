@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TPError
+from .choose import comfyui_path
+from .environment import comfyui_python
 from .events import EventStream
-from .tree import comfyui_path
 
 PACK = Path(__file__).resolve().parents[3]
 PACK_NAME = "comfy-tp"
@@ -78,7 +77,9 @@ class ComfyServer:
     - `cpu`: start with ``--cpu``; otherwise ComfyUI takes the first GPU.
     - `preview_method`: ComfyUI's ``--preview-method``.
     - `arguments`, `environment`: more of both; a variable set to None is removed.
-    - `python`: the interpreter; the default is this one.
+    - `tree`: the folder of the ComfyUI to run; the default is `comfyui_path()`.
+    - `python`: the interpreter; the default is ``$COMFYUI_PYTHON``, else that of the tree's environment in the cache,
+      else this one. The frontend is the one that is installed for it.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ComfyServer:
         preview_method: str = "latent2rgb",
         arguments: Sequence[str] = (),
         environment: Mapping[str, str | None] | None = None,
+        tree: Path | None = None,
         python: str | None = None,
         boot_timeout_s: float = 180.0,
     ):
@@ -102,7 +104,8 @@ class ComfyServer:
         self._preview_method = preview_method
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
-        self._python = python or os.environ.get("COMFYUI_PYTHON") or sys.executable
+        self._tree = tree
+        self._python = python or os.environ.get("COMFYUI_PYTHON")
         self._boot_timeout_s = boot_timeout_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.process: subprocess.Popen[bytes] | None = None
@@ -140,12 +143,13 @@ class ComfyServer:
 
     def start(self) -> None:
         """Start ComfyUI and wait until it answers. Raises ComfyUIError with the tail of its log."""
-        tree = comfyui_path()
+        tree = self._tree or comfyui_path()
+        python = self._python or comfyui_python(tree)
         self.base = self._given_base or Path(tempfile.mkdtemp(prefix="comfy-tp-comfyui-"))
         try:
             self._prepare_base()
             started = time.monotonic()
-            self._spawn(tree)
+            self._spawn(tree, python)
             self._wait_until_up(started + self._boot_timeout_s)
             self.boot_s = time.monotonic() - started
         except BaseException:
@@ -161,17 +165,14 @@ class ComfyServer:
                 link.unlink()
             link.symlink_to(Path(source).resolve())
 
-    def _spawn(self, tree: Path) -> None:
+    def _spawn(self, tree: Path, python: str) -> None:
         self.port = _free_port()
-        command = [self._python, str(tree / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port)]
+        command = [python, str(tree / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port)]
         command += ["--base-directory", str(self.base), "--user-directory", str(self.base / "user")]
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--preview-method", self._preview_method]
         if self._cpu:
             command.append("--cpu")
-        frontend = importlib.util.find_spec("comfyui_frontend_package")
-        if self._python == sys.executable and frontend is not None and frontend.origin:
-            command += ["--front-end-root", str(Path(frontend.origin).parent / "static")]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         for name, value in self._environment.items():
             environment.pop(name, None)

