@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -16,6 +19,21 @@ CHANNELS = 128  # of a FLUX.2 latent: 32 of the VAE's own times a 2x2 patch
 PIXELS = 16  # per latent position along each side
 # Values held at once per output pixel while decoding: ComfyUI's own estimate for KL autoencoders.
 VALUES_PER_PIXEL = 2178
+
+
+@contextmanager
+def unremarked(text: str) -> Iterator[None]:
+    """Inside, log lines that contain `text` are dropped."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(other)
+    try:
+        yield
+    finally:
+        root.removeFilter(other)
 
 
 class RemoteAutoencoder(RemoteModule):
@@ -39,7 +57,10 @@ class RemoteVAE(comfy.sd.VAE):
     """A stock VAE (its tiling, cropping and batching) whose first stage model is on the ranks."""
 
     def __init__(self, sharded: ShardedModel, policy: str):
-        # comfy.sd.VAE's own __init__ builds a model from weights; here there are none, only its settings.
+        with unremarked(
+            "No VAE weights"
+        ):  # without weights ComfyUI's own sets what a release's code asks of a VAE
+            super().__init__(sd={})
         degree = sharded.placement.degree
         self.first_stage_model = RemoteAutoencoder(sharded, policy)
         self.memory_used_decode = lambda shape, dtype: (
@@ -48,17 +69,10 @@ class RemoteVAE(comfy.sd.VAE):
         self.memory_used_encode = lambda shape, dtype: shape[2] * shape[3] * VALUES_PER_PIXEL * dtype.itemsize
         self.downscale_ratio = self.upscale_ratio = PIXELS
         self.latent_channels = CHANNELS
-        self.latent_dim = 2
-        self.output_channels = 3
         self.process_input = lambda image: image * 2.0 - 1.0
         self.process_output = lambda image: torch.clamp((image + 1.0) / 2.0, min=0.0, max=1.0)
         self.working_dtypes = [torch.float32]
-        self.disable_offload = False
-        self.not_video = False
-        self.crop_input = True
         self.size = 0
-        self.upscale_index_formula = self.downscale_index_formula = None
-        self.extra_1d_channel = None
         # Tensors wait on the CPU, from where they go to the ranks.
         self.device = torch.device("cpu")
         self.vae_dtype = torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import comfy.sd
 import torch
@@ -68,6 +68,13 @@ class RemoteEncoder(RemoteModule):
                 )
             )
         return torch.cat(rows), None
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: only the layers that a picture's conditioning is made of are there."""
+        raise UnsupportedError(
+            "A CLIP from Load TP CLIP writes no text: only those layers are loaded that FLUX.2 reads. Use the stock CLIP "
+            "loader for nodes that generate text."
+        )
 
     def load_sd(self, sd: Any) -> None:
         raise UnsupportedError("The weights of a CLIP from Load TP CLIP come from its own folder.")

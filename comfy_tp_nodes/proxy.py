@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -52,10 +51,16 @@ class RankCalls:
     reference_method: str  # how references are placed where the conditioning does not say
     width: int  # of the residual stream
     mlp_ratio: float
+    stock_signature: inspect.Signature  # of the forward of ComfyUI's class
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        stock: Any = next(base for base in cls.__mro__ if base.__module__.startswith("comfy."))
+        cls.stock_signature = inspect.signature(stock.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Velocity in the shape of `x` at `timestep` [B]; arguments are ComfyUI's, DIFFUSION_MODEL wrappers run around it."""
-        call = stock_signature(type(self)).bind(self, *args, **kwargs)
+        call = self.stock_signature.bind(self, *args, **kwargs)
         call.apply_defaults()
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, call.arguments["transformer_options"])
         # Wrappers are handed the arguments in the order in which ComfyUI's own forward hands them on.
@@ -65,11 +70,13 @@ class RankCalls:
 
     def on_ranks(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The call itself, after the wrappers."""
-        call = stock_signature(type(self)).bind(self, *args, **kwargs)
+        call = self.stock_signature.bind(self, *args, **kwargs)
         call.apply_defaults()
-        given = {**call.arguments, **call.arguments.get("kwargs", {})}
-        for name in ("self", "kwargs"):
-            given.pop(name, None)
+        given = dict(call.arguments)
+        given.pop("self")
+        for name, parameter in self.stock_signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
         return self.call_ranks(**self.arguments(given))
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -131,13 +138,6 @@ class RankCalls:
             )
         self.sharded.line.called(transformer_options, remote.last_step_seconds)
         return velocity.to(x.device, x.dtype)
-
-
-@functools.cache
-def stock_signature(kind: type) -> inspect.Signature:
-    """The signature of the forward of ComfyUI's class that `kind` is made from."""
-    stock = next(base for base in kind.__mro__ if base.__module__.startswith("comfy."))
-    return inspect.signature(stock.forward)
 
 
 def references(

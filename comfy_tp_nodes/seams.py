@@ -210,6 +210,7 @@ SEAMS: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     LOAD_VAE: {
         "comfy.model_management.intermediate_device": (),
+        "comfy.sd.VAE": ("sd",),
         "comfy.sd.VAE.decode": ("self", "samples_in"),
         "comfy.sd.VAE.decode_tiled": ("self", "samples", "tile_x", "tile_y", "overlap"),
         "comfy.sd.VAE.encode": ("self", "pixel_samples"),

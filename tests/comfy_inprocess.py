@@ -110,7 +110,8 @@ def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = comfy.supported_models.Flux2(unet_config(written))
     config.set_inference_dtype(dtype, None)
     model = config.get_model({}, "", device="cpu")
-    missing, unexpected = model.diffusion_model.load_state_dict(bfl_state(folder), strict=False)
+    state = config.process_unet_state_dict(bfl_state(folder))  # as ComfyUI's own loader names it
+    missing, unexpected = model.diffusion_model.load_state_dict(state, strict=False)
     assert not missing and not unexpected, (missing, unexpected)
     return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 

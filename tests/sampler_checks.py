@@ -81,7 +81,7 @@ def native_model(path: Path) -> Any:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.diffusion_model.named_parameters():
         parameter.requires_grad_(False)
-        if name.endswith("norm.scale"):
+        if name.endswith(("_norm.scale", "_norm.weight")):
             parameter.fill_(1.0)
         else:
             # Larger than a trained model's, so that x0 depends on the prompt and steps are not straight lines.
@@ -196,8 +196,15 @@ def mirrored_samplers_on_a_formula() -> Any:
         mixed = torch.einsum("bchw,cd->bdhw", x, weights)
         return torch.tanh(mixed) + x * sigma.view(-1, 1, 1, 1) - 0.3
 
-    def model(x: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
-        return x - velocity(x, sigma) * sigma.view(-1, 1, 1, 1)
+    class Model:
+        """What ComfyUI's samplers call: x0 of x at sigma. Some ask it for the model's sampling, along two ways."""
+
+        model_patcher = Run.native
+        model_sampling = sampling
+        inner_model = property(lambda self: self)
+
+        def __call__(self, x: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
+            return x - velocity(x, sigma) * sigma.view(-1, 1, 1, 1)
 
     schedules = {
         f"{name} {steps}": comfy.samplers.calculate_sigmas(sampling, name, steps)
@@ -218,7 +225,7 @@ def mirrored_samplers_on_a_formula() -> Any:
                 positive=Condition(torch.zeros(1, 1, 1)),
             ),
             comfy.samplers.sampler_object(name).sampler_function(
-                model, x.clone(), sigmas, extra_args={}, disable=True
+                Model(), x.clone(), sigmas, extra_args={}, disable=True
             ),
         )
         for name in SAMPLERS

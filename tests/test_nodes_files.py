@@ -60,7 +60,8 @@ def models(in_comfy) -> Path:  # noqa: F811
 def stock(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The MODEL of ComfyUI's own `load_diffusion_model`, which is told the head count alone.
 
-    ComfyUI 0.3.75 takes 48 heads of 128 for granted in a FLUX.2 file; prefix, sizes and quantisation it finds itself.
+    ComfyUI takes heads of 128 for granted in a FLUX.2 file (0.3.75: 48 of them); prefix, sizes and quantisation it finds
+    itself.
     """
     import comfy.model_detection
     import comfy.sd
@@ -69,7 +70,7 @@ def stock(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def with_small_heads(*arguments: Any, **named: Any) -> Any:
         found = detect(*arguments, **named)
-        assert found["image_model"] == "flux2" and found["num_heads"] == 48
+        assert found["image_model"] == "flux2"
         return {**found, "num_heads": HEADS, "axes_dim": AXES}
 
     with monkeypatch.context() as patched, torch.inference_mode():  # as ComfyUI runs its loader nodes

@@ -307,8 +307,8 @@ def test_loading_makes_room_on_every_device_first(monkeypatch):
     monkeypatch.setattr(
         management,
         "free_memory",
-        lambda need, device, *rest: (
-            asked.append((str(device), need, loaded.sharded.loaded)) or free(need, device, *rest)
+        lambda need, device, *rest, **named: (
+            asked.append((str(device), need, loaded.sharded.loaded)) or free(need, device, *rest, **named)
         ),
     )
     model = make_patcher(loaded.model, "keep")

@@ -303,8 +303,18 @@ def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_
     shutil.copy(ROOT / "__init__.py", pack)
 
     def checked() -> tuple[int, dict]:
-        guard = Path(sys.executable).with_name("comfy-import-guard")
-        command = [guard, "--cache-dir", tmp_path / "cache", "--offline", "--json", "--quiet", "check"]
+        code = "import sys; from comfy_import_guard.cli import main; sys.exit(main())"
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "--cache-dir",
+            tmp_path / "cache",
+            "--offline",
+            "--json",
+            "--quiet",
+            "check",
+        ]
         command += ["--comfy-dir", tmp_path, "--no-update", "--target", "HEAD", "--strict"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode, json.loads(done.stdout)["packs"][0]
