@@ -70,7 +70,8 @@ class RemoteVAE(comfy.sd.VAE):
         self.downscale_ratio = self.upscale_ratio = PIXELS
         self.latent_channels = CHANNELS
         self.process_input = lambda image: image * 2.0 - 1.0
-        self.process_output = lambda image: torch.clamp((image + 1.0) / 2.0, min=0.0, max=1.0)
+        # In place: newer ComfyUIs read the tensor that they hand over, older ones what comes back.
+        self.process_output = lambda image: image.add_(1.0).div_(2.0).clamp_(0.0, 1.0)
         self.working_dtypes = [torch.float32]
         self.size = 0
         # Tensors wait on the CPU, from where they go to the ranks.

@@ -209,6 +209,8 @@ def test_vaedecode_gives_the_picture_of_one_process(vae, single, size):
     found = stock("VAEDecode", vae, samples)
     assert found.shape == (2, 16 * size[0], 16 * size[1], 3)
     assert float((found - stock("VAEDecode", single, samples)).abs().max()) <= 1e-4
+    whole = single.first_stage_model.decode(samples["samples"])
+    assert float((found - ((whole + 1) / 2).clamp(0, 1).movedim(1, -1)).abs().max()) <= 1e-4
 
 
 def test_vaeencode_gives_the_latent_of_one_process(vae, single):

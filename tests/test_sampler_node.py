@@ -202,7 +202,9 @@ def test_a_cancel_ends_the_run_within_a_step_or_two_and_the_next_one_is_right(
 
 
 def test_the_progress_bar_counts_steps_not_model_calls(results: dict[str, Any]) -> None:
-    assert results["progress_and_previews"] == [[1, 3], [2, 3], [3, 3]]
+    told = results["progress_and_previews"]
+    assert told[0] == [1, 3] and told[-1] == [3, 3]  # newer ComfyUIs leave out what follows within a moment
+    assert told in ([[1, 3], [3, 3]], [[1, 3], [2, 3], [3, 3]])
 
 
 def test_the_latents_other_keys_are_handed_on(results: dict[str, Any]) -> None:

@@ -303,18 +303,9 @@ def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_
     shutil.copy(ROOT / "__init__.py", pack)
 
     def checked() -> tuple[int, dict]:
-        code = "import sys; from comfy_import_guard.cli import main; sys.exit(main())"
-        command = [
-            sys.executable,
-            "-c",
-            code,
-            "--cache-dir",
-            tmp_path / "cache",
-            "--offline",
-            "--json",
-            "--quiet",
-            "check",
-        ]
+        start = "import sys; from comfy_import_guard.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", start, "--cache-dir", tmp_path / "cache"]
+        command += ["--offline", "--json", "--quiet", "check"]
         command += ["--comfy-dir", tmp_path, "--no-update", "--target", "HEAD", "--strict"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode, json.loads(done.stdout)["packs"][0]
@@ -323,7 +314,7 @@ def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_
     assert (code, found["verdict"]) == (0, "SAFE"), found
     assert found["references"] > 50
     with open(pack / "comfy_tp_nodes" / "patcher.py", "a") as file:
-        file.write("\n\ndef leave():\n    comfy.model_management.free_memory(1, 2, 3, 4, 5)\n")
+        file.write("\n\ndef leave():\n    comfy.model_management.free_memory(1, 2, 3, 4, 5, 6, 7, 8, 9)\n")
     code, found = checked()
     assert code != 0 and "free_memory" in json.dumps(found), found
 
