@@ -34,12 +34,13 @@ def group_for(
 ) -> RankGroup:
     """The group on these devices; a dead one is replaced, an absent one started.
 
-    `poll` is called while the ranks start. Raises `RankError` when they do not start, and whatever `poll` raises.
+    `poll` is called while the ranks end a cancelled command, and while they start. Raises `RankError` when they do not
+    start, and whatever `poll` raises.
     """
     key = (devices, backend)
     with _starting:
         group = running().get(key)
-        if group is not None and group.alive:
+        if group is not None and group.settled(poll=poll):
             return group
         if group is not None:
             log.warning("Starting the ranks on %s again: %s", ", ".join(devices), _first_line(group.failure))

@@ -218,9 +218,6 @@ class StubPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
 def load_with_progress(sharded: ShardedModel) -> None:
     """Load the shards with ComfyUI's progress bar and Cancel; call it from the node's own thread."""
     poll = comfy.model_management.throw_exception_if_processing_interrupted
-    if sharded.loaded:
-        sharded.load(poll=poll)
-        return
     bar = comfy.utils.ProgressBar(PROGRESS_STEPS) if seams.fits(seams.PROGRESS) else None
 
     def show(done: int, total: int, _gb_per_second: float) -> None:

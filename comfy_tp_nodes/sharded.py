@@ -72,11 +72,15 @@ class ShardedModel:
         return self.remote.info if self.remote is not None else None
 
     def load(self, *, on_progress: Progress | None = None, poll: Poll | None = None) -> RemoteModel:
-        """The model on the ranks; loaded first, on a new group if need be. Reads nothing when it is there."""
+        """The model on the ranks; loaded first, on a new group if need be. Reads nothing when it is there.
+
+        Waits until the ranks have ended a command that was cancelled, so that a group that died in it is not used.
+        """
         with self._lock:
-            if self.remote is not None and self.remote.alive:
+            remote = self.remote
+            if remote is not None and remote.alive and remote.group.settled(poll=poll):
                 self.parked = False
-                return self.remote
+                return remote
             started = time.perf_counter()
             self.line.starting()
             group = self._group(poll)
@@ -122,6 +126,8 @@ class ShardedModel:
         if address is None:
             return groups.group_for(self.placement.devices, self.placement.backend, poll=poll)
         group = groups.connected(address)
+        if not group.settled(poll=poll):
+            group = groups.connected(address)
         if group.degree != self.placement.degree:
             raise ConfigError(
                 f"The group at {address} has {group.degree} ranks now, and had {self.placement.degree} when "
@@ -176,6 +182,8 @@ class ShardedModel:
             if not self.loaded or self.parked or self.remote is None or self.placement.devices[0] == "cpu":
                 return 0
             if self.in_callback:
+                return 0
+            if not self.remote.group.settled(poll=poll):
                 return 0
             freed = self.remote.park(poll=poll)
             self.parked = True

@@ -345,6 +345,15 @@ def test_parked_shards_stay_parked_however_often_room_is_asked_for_and_come_back
     assert not model.sharded.parked and model.sharded.loads == loads
 
 
+def test_ranks_that_have_ended_in_a_cancelled_command_are_not_asked_to_park(monkeypatch):
+    model = load_tp(NAME, policy="park")
+    on_devices(monkeypatch, model, "cuda:0", "cuda:1")
+    monkeypatch.setattr(RankGroup, "settled", lambda group, *, poll=None: False)
+    monkeypatch.setattr(RemoteModel, "park", lambda remote, *, poll=None: pytest.fail("asked"))
+    model.sharded.make_room("park")
+    assert not model.sharded.loaded
+
+
 def test_two_models_that_do_not_fit_together_are_used_in_turn_by_the_policy_release(monkeypatch, in_comfy):  # noqa: F811
     save_small_model(in_comfy / "models/diffusion_models/memory-second", seed=21)
     first, second = load_tp(NAME, policy="release"), load_tp("memory-second", policy="release")

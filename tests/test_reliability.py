@@ -224,6 +224,47 @@ def test_loading_running_and_unloading_again_and_again_keeps_memory_descriptors_
     assert row.recovered == count
 
 
+@often(1, 6)
+@pytest.mark.usefixtures("in_comfy")
+def test_a_cancel_that_a_stopped_rank_does_not_hear_is_noticed_and_the_next_prompt_has_new_ranks(
+    table, count
+):
+    import comfy.model_management as management
+
+    small_model()
+    model = load_tp(NAME)
+    expected = image(model)
+    row = Row("a rank stopped (SIGSTOP) in a run or a load that is then cancelled")
+    row.remark = "the time is from the Cancel to the ready image of the next prompt, on new ranks"
+    table.append(row)
+    prompts = itertools.cycle(
+        [lambda: image(model, 5000), lambda: mirrored(model, 5000), lambda: load_tp(NAME)]
+    )
+    for index in range(count):
+        group = model.sharded.remote.group
+        stopped = group.pids[index % 2 == 0]
+        if index % 3 == 2:
+            model.sharded.unload()
+            os.kill(stopped, signal.SIGSTOP)
+        timers = [
+            threading.Timer(0.3, os.kill, (stopped, signal.SIGSTOP)),
+            threading.Timer(0.8, management.interrupt_current_processing),
+        ]
+        pressed = time.monotonic() + 0.8
+        for timer in timers:
+            timer.start()
+        with pytest.raises(management.InterruptProcessingException):
+            next(prompts)()
+        assert time.monotonic() < pressed + 2
+        row.recovered += bool(torch.equal(image(model), expected))
+        row.seconds.append(time.monotonic() - pressed)
+        row.injected += 1
+        assert model.sharded.remote.group is not group and not still_running(group.pids, 1)
+    assert row.recovered == count
+    # A sixth of the heartbeat time-out of 60 s, and the start of the ranks.
+    assert max(row.seconds) < 40, row.seconds
+
+
 class OneGroup:
     """Ranks with the small model on them, and its image."""
 

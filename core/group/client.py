@@ -46,6 +46,8 @@ from .pulse import PulseFile
 log = logging.getLogger("comfy_tp.group")
 
 POLL = 0.05
+WATCH = 0.5  # how often somebody looks after a command that nobody waits for
+SENT_AT_ONCE = 1 << 16  # bytes that the system takes at once, whether rank 0 reads or not
 CAUSE_WAIT = 4.0
 END_WAIT = 5.0
 NODE_TIMEOUT = 10.0
@@ -245,8 +247,8 @@ class RankGroup:
 
         on_event: gets every event in order. poll: called about every 50 ms while waiting. Both run in this
         thread, and whatever they raise cancels the command and leaves `request` at once; the next request waits
-        until the ranks have ended the cancelled one. timeout in seconds; without one the wait is bounded by the
-        group's liveness (`step_timeout`).
+        until the ranks have ended the cancelled one (see `settled`). timeout in seconds; without one the wait is
+        bounded by the group's liveness (`step_timeout`).
 
         Raises the ranks' error (a refusal of ours keeps its type), RankError where a rank raised anything else or
         the group died, RankOutOfMemory, or Cancelled after `cancel`.
@@ -259,7 +261,7 @@ class RankGroup:
             line.settle(clock)
             number = line.begin()
             try:
-                line.send(wire.COMMAND, number, message)
+                line.send(number, message)
                 while True:
                     frame = line.next_frame(clock.slice())
                     clock.tick()
@@ -301,6 +303,19 @@ class RankGroup:
     def cancel(self) -> None:
         """Cancel the command that runs, from any thread; its `request` raises Cancelled at the next step."""
         self._line.cancel()
+
+    def settled(self, *, poll: Callable[[], None] | None = None) -> bool:
+        """Wait until the ranks have ended a cancelled command; whether the group is alive then.
+
+        Of such a command the ranks may be silent for a sixth of the heartbeat time-out only (5 s at least), whether
+        anybody waits or not; then the group is dead. Raises what `poll` raises.
+        """
+        try:
+            self._line.settle(_Clock("settled", poll, None))
+        except RankError:
+            if self.alive:
+                raise
+        return self.alive
 
     def status(self, *, timeout: float = 30.0) -> dict[str, Any]:
         """`{"alive", "busy", "log_dir", "notes", "ranks": [...]}`: per rank its device, process, memory, models.
@@ -405,6 +420,7 @@ class _Line:
         self._last = 0
         self._answered = 0
         self._unanswered: int | None = None
+        self._cancelled = False  # whether the command that runs on the ranks is
         self._close_lock = threading.Lock()
 
     # Starting
@@ -499,6 +515,7 @@ class _Line:
                 with self._changed:
                     if frame.kind in (wire.REPLY, wire.ERROR):
                         self._answered = frame.request
+                        self._set_cancelled(False)
                         if frame.request == self._unanswered:
                             self._unanswered = None
                     if frame.request == self._last and self.busy:
@@ -607,15 +624,21 @@ class _Line:
             self.busy = True
             return self._last
 
-    def send(self, kind: int, number: int, message: wire.Packed | None = None) -> None:
+    def send(self, number: int, message: wire.Packed) -> None:
+        """Send a command; a large one aside, so that the caller can leave while rank 0 does not read it."""
+        if len(message.raw) + message.payload_bytes <= SENT_AT_ONCE:
+            self._send_command(number, message)
+            self.check()
+        else:
+            self._aside(self._send_command, number, message)
+
+    def _send_command(self, number: int, message: wire.Packed) -> None:
         assert self._channel is not None
         try:
-            self._channel.send(kind, number, message)
+            self._channel.send(wire.COMMAND, number, message)
         except ChannelError as error:
-            if self.closed:
-                raise RankError("The rank group was closed.") from None
-            self._connection_lost(error)
-            self.check()
+            if not self.closed:
+                self._connection_lost(error)
 
     def next_frame(self, timeout: float) -> Frame | None:
         """The next frame, or None after `timeout`; raises where the group failed."""
@@ -637,19 +660,33 @@ class _Line:
             if left:
                 self._unanswered = number
         if left:
-            self._send_cancel(number)
+            self._aside(self._send_cancel, number)
+            self._aside(self._watch_left)
 
-    def settle(self, clock: _Clock) -> None:
+    @staticmethod
+    def _aside(work: Callable[..., None], *arguments: Any) -> None:
+        """Do in a thread of its own what may wait for rank 0."""
+        threading.Thread(target=work, args=arguments, name="comfy_tp aside", daemon=True).start()
+
+    def _watch_left(self) -> None:
+        """Watch over a request that was left until it is answered: no caller waits who would notice a silence."""
+        try:
+            self.settle(None)
+        except RankError as error:
+            log.debug("a request that was left ended with its group: %s", error)
+
+    def settle(self, clock: _Clock | None) -> None:
         """Wait until the ranks have ended a request that was left; the group's liveness bounds it."""
         while True:
             with self._changed:
                 if self._unanswered is None:
                     return
                 if self.failure is None and not self.closed:
-                    self._changed.wait(min(clock.slice(), POLL))
+                    self._changed.wait(WATCH if clock is None else min(clock.slice(), POLL))
             self.check()
             self._check_launcher()
-            clock.tick()
+            if clock is not None:
+                clock.tick()
 
     def cancel(self) -> None:
         with self._changed:
@@ -657,7 +694,16 @@ class _Line:
         if number is not None:
             self._send_cancel(number)
 
+    def _set_cancelled(self, cancelled: bool) -> None:
+        self._cancelled = cancelled
+        if self._pulse is not None:
+            self._pulse.put(0, life.CANCELLED, cancelled)
+
     def _send_cancel(self, number: int) -> None:
+        with self._changed:
+            if self._answered >= number:
+                return
+            self._set_cancelled(True)
         if self._channel is not None:
             try:
                 self._channel.send(wire.CANCEL, number)
@@ -671,13 +717,14 @@ class _Line:
             return
         self._next_check = now + 1.0
         silent = now - self._heard
-        if self._silence and silent > self._silence:
+        if self._silence and silent > life.silence_limit(self._silence, cancelled=self._cancelled):
             self._rank_0_failed(f"Rank 0 ({self.devices[0]}) has shown no sign of life for {silent:.0f} s.")
             self.check()
         if self._pulse is None:
             return
         silent = now - self._pulse.get(0, life.HEARTBEAT)
-        if silent > self._heartbeat_timeout + 2.0:
+        limit = life.silence_limit(self._heartbeat_timeout, cancelled=self._cancelled)
+        if silent > limit + 2.0:
             self._fail(
                 RankError(
                     f"The launcher of the ranks has not moved for {silent:.0f} s.\nLogs: {self.log_dir}"

@@ -64,15 +64,18 @@ class Judge:
 
     def _stopped(self) -> dict[str, Any] | None:
         now = time.monotonic()
+        cancelled = bool(self.pulse.get(0, life.CANCELLED))
+        limit = life.silence_limit(self.heartbeat_timeout, cancelled=cancelled)
         for rank in range(len(self.devices)):
             beat = self.pulse.get(rank + 1, life.HEARTBEAT)
             # Before its first beat a rank is importing torch; the client's start timeout bounds that.
-            if beat and now - beat > self.heartbeat_timeout:
+            if beat and now - beat > limit:
                 state = self._state_of(rank) if self._state_of is not None else ""
                 stopped = " (it is stopped by a signal)" if state == "T" else ""
                 return {
                     **self.about(rank),
-                    "cause": f"has shown no sign of life for {now - beat:.0f} s{stopped}",
+                    "cause": f"has shown no sign of life for {now - beat:.0f} s{stopped}"
+                    + (" in a cancelled command" if cancelled else ""),
                 }
         return None
 

@@ -16,13 +16,30 @@ NOTE = 48
 NOTE_BYTES = SLOT - NOTE
 
 HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST = range(6)
-# In the launcher's slot, written by rank 0: the command that was cancelled.
+# In the launcher's slot. Written by rank 0: the command that was cancelled.
 STOP = 1
+# By the client, since a rank 0 that is stopped hears nothing: whether it awaits the end of a command that it cancelled.
+CANCELLED = 2
 STARTING, IDLE, BUSY, FAILED = 0, 1, 2, 3
+
+# What part of the heartbeat's time a rank may be silent in a cancelled command, and seconds that are not too long then.
+CANCELLED_PART = 6
+SILENCE_FLOOR = 5.0
 
 # How a rank ends that has nothing to tell but this: its peers are gone, or the start-up test of nccl gave wrong sums.
 EXIT_PEER_LOST = 86
 EXIT_SELF_TEST = 87
+
+
+def silence_limit(heartbeat_timeout: float, *, cancelled: bool) -> float:
+    """How many seconds a process may show no sign of life.
+
+    In a cancelled command less than otherwise: nobody wants its result, and the next command waits for its end. One that
+    only computes long goes on showing signs of life and is waited for.
+    """
+    if not cancelled:
+        return heartbeat_timeout
+    return min(heartbeat_timeout, max(SILENCE_FLOOR, heartbeat_timeout / CANCELLED_PART))
 
 
 class PulseFile:
@@ -70,6 +87,7 @@ class RankPulse:
         self.state = STARTING
         self.steps = 0
         self.command = 0
+        self._told_to_stop = 0
         self.note = ""
         self.progress_at = self._last
 
@@ -116,9 +134,15 @@ class RankPulse:
                 self._file.set_note(self._slot, note)
 
     def tell_to_stop(self, command: int) -> None:
-        """For rank 0: let `told_to_stop` be true on all ranks of this machine."""
+        """For rank 0: let `told_to_stop` be true on all ranks of this machine, and `cancelled` here."""
+        self._told_to_stop = command
         if self._file is not None:
             self._file.put(0, STOP, command)
+
+    @property
+    def cancelled(self) -> bool:
+        """For rank 0: whether it is in a command that was cancelled."""
+        return self.state != IDLE and 0 < self.command == self._told_to_stop
 
     def told_to_stop(self) -> bool:
         """Whether this command was cancelled, or another rank has failed in it."""

@@ -192,6 +192,7 @@ class StorePulse:
             self._mirror.put(slot, life.STATE, said["state"])
             self._mirror.put(slot, life.SLOWEST, said["slowest"])
             self._mirror.set_note(slot, said["note"])
+        self._mirror.put(0, life.CANCELLED, self._pulse.cancelled)
         verdict = self._judge.verdict()
         if verdict is not None and verdict.get("raised"):
             verdict["error"] = raised.get(verdict["rank"])
