@@ -1,6 +1,8 @@
 # make            what the targets are
 # make venv       .venv with torch, everything the tests need, and this package in editable mode
 # make test       every test; the browser tests need `make browser` and a Chromium
+# make matrix     the tests that touch ComfyUI on every release in the cache (comfy-tp comfyui get RELEASE), and
+#                 docs/comfyui.md; MATRIX="0.3.75 newest" restricts it
 # make floor      the FLUX.2 tests again, with the oldest diffusers, transformers and huggingface_hub that are supported
 #
 # Another build of torch, for a certain GPU:
@@ -14,6 +16,8 @@ TORCH ?= torch==2.14.1
 TORCHVISION ?= torchvision==0.29.1
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# The releases of ComfyUI that `make matrix` runs on; none: all in the cache.
+MATRIX ?=
 # How many processes share the test files.
 WORKERS ?= 2
 FLOOR_TESTS ?= $(addprefix tests/test_,architectures.py sampling.py nodes_files.py nodes_sampling.py sampler_node.py \
@@ -22,10 +26,10 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv browser lint format test floor demo bench soak clean
+.PHONY: help venv browser lint format test matrix floor demo bench soak clean
 
 help:
-	@echo "make venv | browser | lint | format | test | floor | demo | bench | soak | clean"
+	@echo "make venv | browser | lint | format | test | matrix | floor | demo | bench | soak | clean"
 
 venv: $(STAMP)
 
@@ -59,6 +63,9 @@ format: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+matrix: $(STAMP)
+	$(BIN)/python tests/matrix.py --workers $(WORKERS) $(MATRIX)
 
 # On top of .venv, whose torch it uses.
 floor: .venv-floor/.installed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,9 +59,31 @@ def browser(comfy: ComfyServer) -> Iterator[Browser]:
     session.close()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    for item in items:
+        if touches_comfyui(item.path, getattr(item, "fixturenames", ())):
+            item.add_marker("comfyui")
+    yield
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def touches_comfyui(path: Path, fixtures: Iterable[str] = ()) -> bool:
+    """Whether a test takes a fixture that runs ComfyUI, or stands in a file that does so itself.
+
+    Such a file imports comfy_inprocess, starts a ComfyServer or asks for the folder. One that brings stand-ins of its
+    own for ComfyUI says ``STAND_INS = True``.
+    """
+    return "stand-ins" not in _names(path) and bool(
+        {"comfy", "browser", "in_comfy"} & set(fixtures) or "comfyui" in _names(path)
+    )
+
+
+@functools.cache
+def _names(path: Path) -> set[str]:
+    text = path.read_text(encoding="utf-8")
+    found = {"comfyui"} if re.search(r"\b(comfy_inprocess|ComfyServer|comfyui_path)\b", text) else set()
+    return found | ({"stand-ins"} if re.search(r"^STAND_INS = True$", text, re.M) else set())
 
 
 def test_packs() -> dict[str, Path]:
@@ -117,7 +141,12 @@ KEPT_UNTIL_EXIT = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 def processes_of_this_run() -> dict[int, str]:
     """Every living process that inherited this run's mark, except this one: pid -> command line."""
-    mark = f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}".encode()
+    return processes_with(f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}")
+
+
+def processes_with(variable: str) -> dict[int, str]:
+    """Every other living process that was started with a variable, as NAME=VALUE: pid -> command line."""
+    mark = variable.encode()
     found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():

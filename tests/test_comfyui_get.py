@@ -29,6 +29,7 @@ from comfy_tp.core.cli.comfyui.releases import COMMITS, OFFICIAL, newest
 from comfy_tp.core.errors import ConfigError
 
 NEWEST = "0.33.0"
+STAND_INS = True
 
 
 @pytest.fixture(scope="module")
