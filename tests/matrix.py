@@ -226,6 +226,8 @@ def tests_section(folder: Path) -> str:
         (Result(**json.loads(file.read_text())) for file in folder.glob("tests-*.json")),
         key=lambda result: order(result.release),
     )
+    if not results:
+        return ""
     lines = [
         "## Tests",
         "",
