@@ -19,6 +19,7 @@ from ..core.remote import RemoteModel
 from .devices import place, remote_address
 from .errors import comfy_errors
 from .patcher import POLICY, STUBS, OnRanks, add_stubs, load_with_progress
+from .room import return_reserve
 from .sharded import ShardedModel, sharded_model
 from .source import ModelSource
 
@@ -120,6 +121,7 @@ class ComponentPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
                 "(LoraLoaderModelOnly), or the stock CLIP loader."
             )
         before = self.loaded_size()
+        return_reserve(self.sharded)
         with comfy_errors():
             load_with_progress(self.sharded)
         self.model.device = device_to

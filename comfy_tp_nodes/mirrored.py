@@ -57,6 +57,7 @@ class MirroredSampler(comfy.samplers.Sampler):
     """
 
     def __init__(self, name: str):
+        super().__init__()
         self.name = name
         self.stock = comfy.samplers.sampler_object(name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import comfy.model_management
@@ -14,9 +14,11 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 
 from ..core.errors import UnsupportedError
+from ..core.remote import RemoteModel
 from . import seams
 from .errors import comfy_errors
 from .patches import push_patches
+from .room import free_for_ranks, needed_by_streaming, return_reserve
 from .sharded import KEEP, PARK, ShardedModel
 
 log = logging.getLogger("comfy_tp.nodes")
@@ -24,13 +26,16 @@ log = logging.getLogger("comfy_tp.nodes")
 POLICY = "tp_policy"
 STUBS = "tp_shards"
 PROGRESS_STEPS = 1000
+MOVED = (
+    "What a Load TP node loads lies on the ranks, and no other node can move or copy it to {device} (Select Model Device, "
+    "Select CLIP Device, Select VAE Device, MultiGPU CFG Split). Remove that node, and set the devices in the Load TP node."
+)
 
 
 class OnRanks:
     """What the patchers share: sizes from the ranks, and leaving the devices when ComfyUI needs the room."""
 
     model: Any
-    load_device: torch.device
     offload_device: torch.device
     model_options: dict[str, Any]
 
@@ -38,6 +43,18 @@ class OnRanks:
     def sharded(self) -> ShardedModel:
         """The model on the ranks."""
         return self.model.sharded
+
+    @property
+    def load_device(self) -> torch.device:
+        """The device whose shards this patcher counts. Where they lie the loader node says, and nobody after it."""
+        return self._load_device
+
+    @load_device.setter
+    def load_device(self, device: torch.device) -> None:
+        known = vars(self).get("_load_device")
+        if known is not None and device != known:
+            raise UnsupportedError(MOVED.format(device=device))
+        self._load_device = device
 
     @property
     def policy(self) -> str:
@@ -59,6 +76,13 @@ class OnRanks:
     def lowvram_patch_counter(self) -> int:
         return 0
 
+    def get_free_memory(self, device: Any) -> float:
+        """Bytes that every rank can still take: ComfyUI sizes batches by them, and each rank computes every batch."""
+        return free_for_ranks(self.sharded, device)
+
+    def deepclone_multigpu(self, new_load_device: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(MOVED.format(device=new_load_device or "another GPU"))
+
     def partially_unload(self, device_to: Any, memory_to_free: int = 0, *args: Any, **kwargs: Any) -> int:
         """Room is needed on one device: all shards leave theirs, or none (they are of no use apart).
 
@@ -71,6 +95,25 @@ class OnRanks:
         self.sharded.make_room(self.policy)
         self.model.device = self.offload_device
         return before - self.loaded_size()
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        """ComfyUI takes the model off its list, as its room is asked for, or for a clone of it.
+
+        Weights that are streamed need none of that room: then a model with policy keep stays, and is listed again.
+        """
+        stays = unpatch_all and self._stays_beside_streaming()
+        found = super().detach(unpatch_all and not stays)  # type: ignore[misc]
+        if stays:
+            list_as_loaded([self], behind_the_listed=True)
+        return found
+
+    def _stays_beside_streaming(self) -> bool:
+        if self.policy != KEEP or not self.loaded_size():
+            return False
+        needed = needed_by_streaming()
+        if needed is None:
+            return False
+        return needed - comfy.model_management.get_free_memory(self.load_device) < self.loaded_size()
 
     def leave_devices(self) -> None:
         """ComfyUI unloads the model: shards are parked where the policy says so, and freed elsewhere."""
@@ -99,6 +142,7 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         """
         self.refuse_unsupported()
         before = self.loaded_size()
+        return_reserve(self.sharded)
         # Object patches of the clone that was used before go back first; the shards stay.
         super().unpatch_model(None, unpatch_weights=False)
         loaded = False
@@ -113,7 +157,7 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
                 # ComfyUI does not list a model whose load failed, so it could not reclaim its shards later.
                 if self.sharded.loaded:
                     self.model.device = device_to
-                    list_as_loaded(self)
+                    list_as_loaded([self, *self.get_additional_models_with_key(STUBS)])
                 else:
                     self.detach()
         self.model.device = device_to
@@ -142,11 +186,6 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
             self.model.current_weight_patches_uuid = None
             self.model.model_loaded_weight_memory = 0
 
-    def model_patches_models(self) -> list[Any]:
-        """`load_models_gpu` asks for these before it changes anything: the moment to refuse."""
-        self.refuse_unsupported()
-        return super().model_patches_models()
-
     def refuse_unsupported(self) -> None:
         """Raise `UnsupportedError` for changes to the model's inside that the ranks would not see."""
         inside = sorted(key for key in self.object_patches if key.startswith("diffusion_model"))
@@ -166,7 +205,8 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
                 )
 
     def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hooks of a conditioning: none pass, any are refused."""
+        """Before a run, and before anything gives way for it: what the ranks would not see is refused, any hooks too."""
+        self.refuse_unsupported()
         if hooks is not None and len(hooks):
             kinds = sorted({type(hook).__name__ for hook in hooks.hooks})
             raise UnsupportedError(
@@ -177,14 +217,13 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
 
     def _no_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
-            "The weights of a model from Load TP Model lie in shards on the ranks, so it cannot be saved, merged, or "
-            "copied to another GPU (MultiGPU CFG Split). Use the stock loader for that."
+            "The weights of a model from Load TP Model lie in shards on the ranks, so it cannot be saved, merged or "
+            "copied. Use the stock loader for that."
         )
 
     get_key_patches = _no_weights
     patch_weight_to_device = _no_weights
     patch_hook_weight_to_device = _no_weights
-    deepclone_multigpu = _no_weights
     __deepcopy__ = _no_weights
 
 
@@ -269,23 +308,38 @@ def related(patcher: Any) -> Any:
     return patcher
 
 
-def list_as_loaded(patcher: ShardedPatcher) -> None:
-    """Have ComfyUI list the shards on every device as loaded, as it does itself after a load that did not fail.
+def list_as_loaded(patchers: Iterable[Any], *, behind_the_listed: bool = False) -> None:
+    """Have ComfyUI list the patchers as loaded, as it does itself after a load that did not fail.
 
-    So it can reclaim them: after a load that failed later on, and where it took them off its list during a run.
+    So it can reclaim their shards: after a load that failed later on, and where it took them off its list during a run.
+    `behind_the_listed`: while it goes through its list, and is about to drop the entry of the patcher itself.
     """
     if not seams.fits(seams.RECLAIM):
         return
     listed = comfy.model_management.current_loaded_models
-    for one in (patcher, *patcher.get_additional_models_with_key(STUBS)):
-        if any(entry.model is one for entry in listed):
+    for one in patchers:
+        if not behind_the_listed and any(entry.model is one for entry in listed):
             continue
         entry = comfy.model_management.LoadedModel(one)
         entry.real_model = weakref.ref(one.model)
         entry.model_finalizer = weakref.finalize(one.model, comfy.model_management.cleanup_models)
-        listed.insert(0, entry)
+        entry.model_finalizer.atexit = False
+        listed.insert(len(listed) if behind_the_listed else 0, entry)
 
 
 def load_now(patcher: ShardedPatcher) -> None:
     """Load through ComfyUI's memory management, which makes room on every device first."""
     comfy.model_management.load_models_gpu([patcher, *patcher.get_nested_additional_models()])
+
+
+def in_the_middle_of_a_run(sharded: ShardedModel) -> RemoteModel:
+    """The model on the ranks for a call of a run, loaded again where something took its shards away since the run began.
+
+    Raises `RankError` where the ranks are gone.
+    """
+    model = sharded.comfy_model()
+    patcher = model.current_patcher if model is not None else None
+    if sharded.remote is None and patcher is not None:
+        log.warning("The shards of %s were unloaded during the run; loading them again", sharded.source.path)
+        load_now(patcher)
+    return sharded.require()

@@ -16,6 +16,7 @@ from ..core.models.tokens import REFERENCE_METHODS
 from ..core.remote import Poll, RemoteModel
 from .conditioning import KEYS, shares
 from .errors import comfy_errors
+from .patcher import in_the_middle_of_a_run
 from .sharded import ShardedModel
 
 log = logging.getLogger("comfy_tp.nodes")
@@ -112,7 +113,7 @@ class RankCalls:
             )
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         with comfy_errors():
-            remote = self.sharded.require()
+            remote = in_the_middle_of_a_run(self.sharded)
             if context is not None:
                 # A wrapper gave a conditioning of its own.
                 contexts = [

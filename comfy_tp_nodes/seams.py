@@ -82,8 +82,11 @@ SEAMS: dict[str, dict[str, tuple[str, ...] | None]] = {
         "folder_paths.get_folder_paths": ("folder_name",),
     },
     ON_RANKS: {
+        "comfy.model_management.DISABLE_SMART_MEMORY": None,
+        "comfy.model_management.get_free_memory": ("dev",),
         "comfy.model_management.get_torch_device": (),
         "comfy.model_management.load_models_gpu": ("models",),
+        "comfy.model_management.soft_empty_cache": (),
         "comfy.model_management.throw_exception_if_processing_interrupted": (),
         "comfy.model_patcher.ModelPatcher": ("model", "load_device", "offload_device"),
         "comfy.model_patcher.ModelPatcher.clone": ("self",),
@@ -240,6 +243,7 @@ SEAMS: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     OVERRIDES: {
         "comfy.model_patcher.ModelPatcher.deepclone_multigpu": None,
+        "comfy.model_patcher.ModelPatcher.get_free_memory": ("self", "device"),
         "comfy.model_base.BaseModel.state_dict_for_saving": ("self",),
         "comfy.model_patcher.ModelPatcher.get_key_patches": ("self",),
         "comfy.model_patcher.ModelPatcher.get_ram_usage": ("self",),

@@ -17,7 +17,7 @@ from ..core.remote import ModelInfo, RemoteModel
 from . import groups
 from .devices import Placement
 from .source import Fingerprint, ModelSource
-from .status_feed import StatusLine
+from .status_feed import StatusLine, executing_context, running_prompts
 
 log = logging.getLogger("comfy_tp.nodes")
 
@@ -43,7 +43,8 @@ class ShardedModel:
     """A model file and the ranks it belongs on. `load` puts its shards there, `unload` and `park` take them away.
 
     Users are ComfyUI's model objects: when the last one is gone the shards stay for `IDLE_SECONDS`, so that a
-    prompt which drops its cache finds them again, and are then freed.
+    prompt which drops its cache finds them again, and are then freed. While the prompt that used them last is still
+    running they stay in any case: ComfyUI may drop a node's output in the middle of it, where memory is short.
     """
 
     def __init__(self, key: ModelKey, source: ModelSource, placement: Placement, dtype: str):
@@ -57,6 +58,7 @@ class ShardedModel:
         self.line = StatusLine(placement.degree)
         self.comfy_model: Callable[[], Any] = lambda: None
         self._users = 0
+        self._prompt: str | None = None  # the id of the one that used it last
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()  # held while the ranks are waited for
         self._count_lock = threading.RLock()  # never held while waiting: finalizers take it in any thread
@@ -76,6 +78,8 @@ class ShardedModel:
 
         Waits until the ranks have ended a command that was cancelled, so that a group that died in it is not used.
         """
+        context = executing_context()
+        self._prompt = context.prompt_id if context is not None else self._prompt
         with self._lock:
             remote = self.remote
             if remote is not None and remote.alive and remote.group.settled(poll=poll):
@@ -225,6 +229,12 @@ class ShardedModel:
         info = self.info
         return sum(info.resident_bytes) if self.loaded and self.parked and info is not None else 0
 
+    @property
+    def reserves(self) -> list[int]:
+        """Bytes of its device that each rank holds for its next command."""
+        remote = self.remote
+        return remote.group.reserves if remote is not None else [0] * self.placement.degree
+
     def serve(self, comfy_model: Any) -> None:
         """Count `comfy_model` as a user until it is collected."""
         with _table_lock:
@@ -241,15 +251,21 @@ class ShardedModel:
     def _user_gone(self) -> None:
         with self._count_lock:
             self._users -= 1
-            if self._users > 0:
-                return
-            self._timer = threading.Timer(IDLE_SECONDS, self._expire)
-            self._timer.daemon = True
-            self._timer.start()
+            if self._users == 0:
+                self._wait()
+
+    def _wait(self) -> None:
+        self._timer = threading.Timer(IDLE_SECONDS, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _expire(self) -> None:
+        running = running_prompts()  # before our locks are held: it takes one of ComfyUI's
         with _table_lock, self._count_lock:
             if self._users > 0:
+                return
+            if self._prompt in running:
+                self._wait()
                 return
             if _table.get(self.key) is self:
                 del _table[self.key]

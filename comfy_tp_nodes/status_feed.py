@@ -149,16 +149,18 @@ class StatusLine:
         return [node for node, made_by in nodes.items() if made_by == self.made_by]
 
 
+def running_prompts() -> dict[str, Mapping[str, Any]]:
+    """The prompts that ComfyUI's server runs, by id; none where no server is."""
+    queue = getattr(server_of_pages(), "prompt_queue", None)
+    running = getattr(queue, "get_current_queue_volatile", None)
+    return {} if running is None else {str(entry[1]): entry[2] for entry in running()[0]}
+
+
 def running_nodes() -> dict[str, tuple[Any, Any]]:
-    """Class and inputs, by id, of the nodes of the prompt that ComfyUI runs; none where no server is."""
-    server, context = server_of_pages(), executing_context()
-    running = getattr(getattr(server, "prompt_queue", None), "get_current_queue_volatile", None)
-    if running is None or context is None:
-        return {}
-    for _, prompt_id, prompt, *_ in running()[0]:
-        if prompt_id == context.prompt_id:
-            return {str(id): (node.get("class_type"), node.get("inputs")) for id, node in prompt.items()}
-    return {}
+    """Class and inputs, by id, of the nodes of the prompt that ComfyUI runs in this thread; none where no server is."""
+    context = executing_context()
+    prompt = {} if context is None else running_prompts().get(context.prompt_id, {})
+    return {str(id): (node.get("class_type"), node.get("inputs")) for id, node in prompt.items()}
 
 
 def send(line: Mapping[str, Any]) -> None:

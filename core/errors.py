@@ -31,8 +31,11 @@ class CheckpointError(TPError, ValueError):
     """A weight file that is damaged, incomplete, or does not belong to the model."""
 
 
-class UnsupportedError(TPError, NotImplementedError):
-    """Something that a sharded model cannot honour, refused by name instead of being ignored."""
+class UnsupportedError(TPError):
+    """Something that a sharded model cannot honour, refused by name instead of being ignored.
+
+    No RuntimeError, as NotImplementedError is one: nodes of ComfyUI's catch those and go on without what was asked for.
+    """
 
 
 class InputError(TPError, ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -21,6 +20,7 @@ from comfy_inprocess import (
     save_small_model,
     tp_model,
 )
+from faked_devices import freeing, load_tp_again, on_devices
 
 from comfy_tp.core.errors import CheckpointError, RankError
 from comfy_tp.core.group.client import RankGroup
@@ -88,15 +88,6 @@ def test_a_loader_node_that_is_taken_out_of_the_graph_leaves_no_leaked_model_beh
     assert len(listed()) == 2 and not any(entry.is_dead() for entry in listed())
     assert {entry.model.model for entry in listed()} == set(ours)
     management.unload_all_models()
-
-
-def load_tp_again(loaded, policy: str = "keep"):
-    """What one more loader node hands on for the model of `loaded`."""
-    from comfy_tp.comfy_tp_nodes.patcher import load_now, make_patcher
-
-    patcher = make_patcher(loaded.model, policy)
-    load_now(patcher)
-    return patcher
 
 
 def test_every_byte_is_read_once_over_all_ranks(folder):
@@ -217,19 +208,6 @@ def test_a_load_whose_ranks_are_ended_with_another_model_meanwhile_gets_new_ones
     assert len(given) == 2 and given[1].alive
 
 
-def freeing(monkeypatch, free: int):
-    """ComfyUI's view of the free memory; on the CPU it would never free anything by itself."""
-    import comfy.model_management as management
-
-    monkeypatch.setattr(
-        management,
-        "get_free_memory",
-        lambda dev=None, torch_free_too=False: (free, 0) if torch_free_too else free,
-    )
-    monkeypatch.setattr(management, "soft_empty_cache", lambda force=False: None)
-    return management
-
-
 @pytest.mark.parametrize(("policy", "stays"), [("keep", True), ("release", False), ("park", False)])
 def test_another_model_that_needs_some_room_is_answered_as_the_policy_says(monkeypatch, policy, stays):
     model = load_tp(NAME, policy=policy)
@@ -247,15 +225,6 @@ def test_with_policy_keep_a_model_that_needs_more_than_the_shards_hold_gets_the_
     management = freeing(monkeypatch, 1000)
     management.free_memory(model.model_size() * 3, torch.device("cpu"))
     assert not model.sharded.loaded
-
-
-def on_devices(monkeypatch, model, *devices: str) -> None:
-    """Let the shards pass for lying on these devices, the first being ComfyUI's own."""
-    import comfy.model_management as management
-
-    placement = dataclasses.replace(model.sharded.placement, devices=devices)
-    monkeypatch.setattr(model.sharded, "placement", placement)
-    monkeypatch.setattr(management, "get_torch_device", lambda: torch.device(devices[0]))
 
 
 def test_every_device_counts_its_own_shards_and_losing_one_frees_all(monkeypatch):

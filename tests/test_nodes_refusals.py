@@ -159,7 +159,6 @@ def test_weights_cannot_be_read_saved_merged_or_copied():
 
     for action in (
         lambda: tp_model().get_key_patches("diffusion_model."),
-        lambda: tp_model().deepclone_multigpu(),
         lambda: copy.deepcopy(tp_model()),
         lambda: tp_model().patch_weight_to_device("diffusion_model.img_in.weight"),
     ):

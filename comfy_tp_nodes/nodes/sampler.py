@@ -14,7 +14,7 @@ from ...core.errors import InputError
 from ...core.sampling import SAMPLERS
 from .. import seams
 from ..mirrored import MirroredSampler
-from ..patcher import list_as_loaded
+from ..patcher import STUBS, list_as_loaded
 from .schema import check_choice, make_schema
 
 DESCRIPTION = (
@@ -143,7 +143,7 @@ class TPSampler(io.ComfyNode):
             seed=seed,
         )
         if model.sharded.loaded:
-            list_as_loaded(model)
+            list_as_loaded([model, *model.get_additional_models_with_key(STUBS)])
         return io.NodeOutput({**latent_image, "samples": result})
 
 

@@ -220,6 +220,14 @@ class RankGroup:
         return list(self._line.pids)
 
     @property
+    def reserves(self) -> list[int]:
+        """Bytes of its device that each rank on this machine holds for its next command, and nobody else can take."""
+        pulse = self._line._pulse
+        if pulse is None:
+            return [0] * self.degree
+        return [int(pulse.get(rank + 1, life.RESERVE)) for rank in range(self.degree)]
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know about the start, such as collectives that run without P2P."""
         return list(self._line.notes)

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 SLOT = 128
-NOTE = 48
+NOTE = 56
 NOTE_BYTES = SLOT - NOTE
 
-HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST = range(6)
+HEARTBEAT, COMMAND, STEP, PROGRESS, STATE, SLOWEST, RESERVE = range(7)
 # In the launcher's slot. Written by rank 0: the command that was cancelled.
 STOP = 1
 # By the client, since a rank 0 that is stopped hears nothing: whether it awaits the end of a command that it cancelled.
@@ -158,3 +158,7 @@ class RankPulse:
     def set_state(self, state: int) -> None:
         self.state = state
         self._put(STATE, state)
+
+    def set_reserve(self, size: int) -> None:
+        """Bytes of its device that this process holds and does not use at the moment."""
+        self._put(RESERVE, size)

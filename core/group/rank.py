@@ -214,6 +214,13 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reserve_on(device: torch.device) -> int:
+    """Bytes of `device` that torch holds in this process and that no tensor uses."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def make_status(describe_models: Callable[[RankContext], dict] | None) -> Command:
     """The command that tells of every rank its device, process, memory and models."""
 
@@ -375,7 +382,7 @@ class CommandLoop:
             answer = self._execute(frame.name, frame.header, frame.tensors)
         finally:
             context._order = None
-        context._pulse.set_state(life.IDLE)
+        self._rest()
         if isinstance(answer, wire.Packed):
             order.client.send(wire.REPLY, frame.request, answer)
         else:
@@ -405,7 +412,12 @@ class CommandLoop:
         name, header, layout, _ = wire.parse_header(raw)
         context._pulse.begin(count, name)
         self._execute(name, header, wire.tensors_of(layout, payload))
-        context._pulse.set_state(life.IDLE)
+        self._rest()
+
+    def _rest(self) -> None:
+        """A command is over. What it leaves in reserve on the device is known before its answer arrives."""
+        self.context._pulse.set_reserve(reserve_on(self.context.device))
+        self.context._pulse.set_state(life.IDLE)
 
     def _forget_models(self) -> None:
         log.info("the client left; forgetting %d models", len(self.context.models))
