@@ -317,6 +317,10 @@ def test_requirements_that_cannot_be_installed_leave_the_tree_and_can_be_had_lat
     # No wheel of torchaudio is here: a note, no more.
     assert "runs without its audio nodes" in capsys.readouterr().out
     assert listed(capsys)[NEWEST]["frontend"] == "9.9.9"
+    # What ran before stays, where a second time goes wrong.
+    (wheels / "comfyui_frontend_package-9.9.9-py3-none-any.whl").unlink()
+    assert "comfyui-frontend-package==9.9.9. Its tree stays" in refused(capsys, NEWEST, "--again")
+    assert listed(capsys)[NEWEST]["frontend"] == "9.9.9" and environment.ready(NEWEST)
 
 
 def test_a_build_that_was_killed_is_named_and_what_was_there_before_comes_back(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -68,4 +69,6 @@ def reason(done: subprocess.CompletedProcess[bytes]) -> str:
     line = next((line for line in lines if line.startswith(marks)), lines[-1] if lines else "")
     for mark in marks:
         line = line.removeprefix(mark).strip()
+    # pip adds every version that there is.
+    line = re.sub(r" \(from versions: .*", "", line)
     return line.rstrip(".")[:500] or f"exit status {done.returncode}"
