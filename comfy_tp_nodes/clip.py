@@ -8,7 +8,7 @@ import comfy.sd
 import torch
 
 from ..core.errors import UnsupportedError
-from ..core.prompts import PromptTokenizer, tokenizer_folder
+from ..core.parts.prompts import PromptTokenizer, tokenizer_folder
 from .component import ComponentPatcher, RemoteModule
 from .sharded import ShardedModel
 

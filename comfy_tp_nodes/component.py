@@ -12,10 +12,10 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from ..core import text_encoder, vae
+from ..core.calls.remote import RemoteModel
 from ..core.checkpoint.files import Checkpoint
 from ..core.errors import UnsupportedError
-from ..core.remote import RemoteModel
+from ..core.parts import text_encoder, vae
 from .devices import place, remote_address
 from .errors import comfy_errors
 from .patcher import POLICY, STUBS, OnRanks, add_stubs, load_with_progress

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import ConfigError
-from ..core.group.address import parse_address
-from ..core.plan import check_heads, legal_degrees
+from ..core.ranks.address import parse_address
+from ..core.tp.plan import check_heads, legal_degrees
 from . import groups
 
 MOST_CPU_RANKS = 8

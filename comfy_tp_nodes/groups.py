@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..core.group.client import RankGroup
-from ..core.group.secret import read_token
+from ..core.ranks.client import RankGroup
+from ..core.ranks.machines.secret import read_token
 
 log = logging.getLogger("comfy_tp.nodes")
 

@@ -12,8 +12,8 @@ import comfy.samplers
 import torch
 from tqdm.auto import tqdm
 
-from ..core.remote import Conditioning, RemoteModel
-from ..core.sampling import SAMPLERS, why_not_descending
+from ..core.calls.remote import Conditioning, RemoteModel
+from ..core.calls.sampling import SAMPLERS, why_not_descending
 from . import seams
 from .conditioning import KEYS
 from .errors import comfy_errors

@@ -15,7 +15,7 @@ import torch
 from ..core.checkpoint.settings import config_path
 from ..core.errors import UnsupportedError
 from ..core.models.qwenimage import check_predicted
-from ..core.skeleton import building
+from ..core.tp.skeleton import building
 from . import seams
 from .conditioning import KEYS, KeyCond
 from .proxy import CONTEXT, REFERENCES

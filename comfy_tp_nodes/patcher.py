@@ -13,8 +13,8 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP
 
+from ..core.calls.remote import RemoteModel
 from ..core.errors import UnsupportedError
-from ..core.remote import RemoteModel
 from . import seams
 from .errors import comfy_errors
 from .patches import push_patches

@@ -10,9 +10,9 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ..core.adapters import Adapter
 from ..core.errors import UnsupportedError
-from ..core.patch import Patch
+from ..core.lora.adapters import Adapter
+from ..core.lora.patch import Patch
 from . import seams
 
 log = logging.getLogger("comfy_tp.nodes")

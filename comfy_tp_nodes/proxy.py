@@ -11,9 +11,9 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
+from ..core.calls.remote import Poll, RemoteModel
 from ..core.errors import UnsupportedError
 from ..core.models.tokens import REFERENCE_METHODS
-from ..core.remote import Poll, RemoteModel
 from .conditioning import KEYS, shares
 from .errors import comfy_errors
 from .patcher import in_the_middle_of_a_run

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.calls.remote import ModelInfo, RemoteModel
 from ..core.errors import ConfigError, RankError
-from ..core.group.client import RankGroup
-from ..core.remote import ModelInfo, RemoteModel
+from ..core.ranks.client import RankGroup
 from . import groups
 from .devices import Placement
 from .source import Fingerprint, ModelSource

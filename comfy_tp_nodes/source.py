@@ -12,7 +12,7 @@ from ..core.checkpoint.files import SAFETENSORS_SUFFIXES, Checkpoint
 from ..core.checkpoint.header import TensorEntry
 from ..core.checkpoint.settings import config_path
 from ..core.errors import CheckpointError, UnsupportedError
-from ..core.loading import OpenedModel, config_of
+from ..core.load import OpenedModel, config_of
 from ..core.models import ARCHITECTURES, Architecture, architecture_named
 
 Fingerprint = tuple[tuple[str, int, int], ...]

@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import TensorParallelConfig
-    from .loading import from_pretrained
+    from .load import from_pretrained
     from .parallelize import enable_parallelism
-    from .plan import PackedColwiseParallel, PackedRowwiseParallel
     from .restart import save_shards
-    from .shard import ShardSpec
+    from .tp.config import TensorParallelConfig
+    from .tp.plan import PackedColwiseParallel, PackedRowwiseParallel
+    from .tp.shard import ShardSpec
 
 _PUBLIC = {
-    "TensorParallelConfig": "config",
-    "ShardSpec": "shard",
-    "PackedColwiseParallel": "plan",
-    "PackedRowwiseParallel": "plan",
+    "TensorParallelConfig": "tp.config",
+    "ShardSpec": "tp.shard",
+    "PackedColwiseParallel": "tp.plan",
+    "PackedRowwiseParallel": "tp.plan",
     "enable_parallelism": "parallelize",
-    "from_pretrained": "loading",
+    "from_pretrained": "load",
     "save_shards": "restart",
 }
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .config import TensorParallelConfig
 from .errors import ConfigError
 from .models import ARCHITECTURES, architecture_named
+from .tp.config import TensorParallelConfig
 
 
 @functools.cache
@@ -58,7 +58,7 @@ class Sharding:
             return super().from_pretrained(name_or_path, *args, **options)  # type: ignore[misc]
         if args:
             raise ConfigError("Pass the loading options by name when `parallel_config` is given.")
-        from .loading import from_pretrained
+        from .load import from_pretrained
 
         return from_pretrained(cls, name_or_path, parallel_config=parallel_config, **options)
 

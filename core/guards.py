@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import guard_inputs
 from .errors import ConfigError, UnsupportedError
-from .ranks import Ranks
-from .shard import ShardSpec
+from .tp.agreement import guard_inputs
+from .tp.collectives import Ranks
+from .tp.shard import ShardSpec
 
 # Method of a diffusers model -> why a sharded one cannot honour it, and what to do.
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Put a resolved plan onto a model: planned Linears become sharded ones, in place. Also shards a model in memory."""
+"""Shard a model that is whole in memory, on every rank."""
 
 from __future__ import annotations
 
@@ -7,25 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import check_weights
-from .config import TensorParallelConfig
-from .errors import ConfigError, PlanError, UnsupportedError
+from .errors import ConfigError, UnsupportedError
 from .guards import guard
-from .linear import layer_class
 from .models import Architecture, architecture_of
-from .plan import LinearStyle, ResolvedPlan, check_heads, resolve_plan
-from .ranks import Ranks
-
-
-class ShardedState:
-    """What a sharded model knows of itself, kept on it as `model.tensor_parallel`. `patched`: LoRAs are in place."""
-
-    def __init__(self, architecture: Architecture, plan: ResolvedPlan, ranks: Ranks):
-        self.architecture = architecture
-        self.plan = plan
-        self.ranks = ranks
-        self.compute_dtype: torch.dtype | None = None
-        self.patched = False
+from .tp.agreement import check_weights
+from .tp.apply import apply_plan, is_sharded
+from .tp.collectives import Ranks
+from .tp.config import TensorParallelConfig
+from .tp.plan import ResolvedPlan, check_heads, resolve_plan
 
 
 def resolve(
@@ -38,37 +27,6 @@ def resolve(
     architecture = architecture or architecture_of(type(model))
     check_heads(architecture.heads(getattr(model, "config", {})), config.tp_degree, type(model).__name__)
     return resolve_plan(model, architecture.plan_of(model), config.tp_degree)
-
-
-def apply_plan(model: nn.Module, plan: ResolvedPlan, ranks: Ranks, architecture: Architecture) -> nn.Module:
-    """Replace the planned modules of `model` by this rank's sharded ones and bind the architecture's forwards.
-
-    Meta parameters stay on meta with their local shapes; parameters in memory are sliced. Degree 1 changes nothing.
-    """
-    if ranks.degree > 1:
-        layers: dict[int, nn.Module] = {}
-        for path, style in plan.styles.items():
-            module = model.get_submodule(path)
-            names = [name for name, _ in module.named_parameters(recurse=False)]
-            specs = {name: plan.specs[f"{path}.{name}" if path else name] for name in names}
-            if isinstance(style, LinearStyle):
-                layers[id(module)] = layer_class(style)(module, specs, ranks)
-            else:
-                layers[id(module)] = style.local(module, specs, ranks)
-        for parent in list(model.modules()):
-            for name, child in list(parent._modules.items()):
-                if id(child) in layers:
-                    parent._modules[name] = layers[id(child)]
-        architecture.bind(model, ranks)
-    model.tensor_parallel = ShardedState(architecture, plan, ranks)
-    return model
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether `model` has been sharded by us or by diffusers."""
-    config = getattr(model, "_parallel_config", None)
-    by_diffusers = config is not None and getattr(config, "tensor_parallel_config", None) is not None
-    return getattr(model, "tensor_parallel", None) is not None or by_diffusers
 
 
 def enable_parallelism(
@@ -125,14 +83,3 @@ def check_model_state(model: nn.Module) -> None:
         raise ConfigError(
             f"Parameter '{meta}' of '{name}' has no data (meta device). Load the weights first."
         )
-
-
-__all__ = [
-    "PlanError",
-    "ShardedState",
-    "apply_plan",
-    "check_model_state",
-    "enable_parallelism",
-    "is_sharded",
-    "resolve",
-]

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import quant
-from .agreement import gather_json
 from .checkpoint.broadcast import raise_together
 from .checkpoint.files import RANK_FILE, Checkpoint, inside
 from .checkpoint.rank_files import (
@@ -30,15 +28,18 @@ from .checkpoint.rank_files import (
     write_rank_file,
 )
 from .checkpoint.reader import ReadReport
-from .config import TensorParallelConfig
 from .errors import CheckpointError, ConfigError
 from .guards import saved_state
 from .models import architecture_of
-from .parallelize import apply_plan, resolve
-from .plan import ResolvedPlan
-from .ranks import Ranks
-from .shard import ShardSpec
-from .skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
+from .parallelize import resolve
+from .tp import fp8
+from .tp.agreement import gather_json
+from .tp.apply import apply_plan
+from .tp.collectives import Ranks
+from .tp.config import TensorParallelConfig
+from .tp.plan import ResolvedPlan
+from .tp.shard import ShardSpec
+from .tp.skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
 
 
 def save_shards(model: nn.Module, folder: str | os.PathLike) -> None:
@@ -123,7 +124,7 @@ def load_shards(
         _check_saves(folder, gather_json(ranks, saved.save))
     apply_plan(model, plan, ranks, architecture_of(model_class))
     for path, (weight, given, full_precision) in saved.scales.items():
-        hold_fp8(model, path, quant.Scales(weight, given, full_precision), plan, ranks)
+        hold_fp8(model, path, fp8.Scales(weight, given, full_precision), plan, ranks)
     read = None
     try:
         read = read_rank_file(
@@ -196,7 +197,7 @@ def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """The float dtype that holds most of the bytes, fp8 left out."""
     held: Counter[torch.dtype] = Counter()
     for tensor in tensors:
-        if tensor.is_floating_point() and not quant.is_fp8(tensor):
+        if tensor.is_floating_point() and not fp8.is_fp8(tensor):
             held[tensor.dtype] += tensor.nbytes
     return held.most_common(1)[0][0] if held else torch.float32
 

@@ -10,9 +10,9 @@ from installed import examples
 from torch import nn
 
 from comfy_tp.core.models import architecture_named
-from comfy_tp.core.parallelize import apply_plan
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.verify import example_inputs, example_model, resolved_for, tensors_of
+from comfy_tp.core.planning.compare import example_inputs, example_model, resolved_for, tensors_of
+from comfy_tp.core.tp.apply import apply_plan
+from comfy_tp.core.tp.collectives import Ranks
 
 
 def before_fork() -> None:

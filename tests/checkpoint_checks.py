@@ -15,8 +15,8 @@ from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, read_shards
 from comfy_tp.core.checkpoint.writer import save_pretrained
 from comfy_tp.core.cli.bench_load import MemoryWatch
 from comfy_tp.core.errors import CheckpointError
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.shard import ShardSpec
 
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "norm.weight": ((96,), None),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from flux2_files import small_flux2
 
-from comfy_tp.core.config import TensorParallelConfig
 from comfy_tp.core.models.tokens import image_ids, text_ids
 from comfy_tp.core.parallelize import enable_parallelism
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
 
 
 def regional_compile(ranks: Ranks) -> dict:

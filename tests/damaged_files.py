@@ -65,11 +65,11 @@ def save_models(folder: Path) -> dict[str, Callable[[], object]]:
     from comfy_inprocess import save_small_model
     from random_pipeline import save_pipeline
 
-    from comfy_tp.core.loading import load_opened, open_model
-    from comfy_tp.core.prompts import PromptTokenizer
-    from comfy_tp.core.ranks import Ranks
-    from comfy_tp.core.text_encoder import key_value_heads, open_text_encoder
-    from comfy_tp.core.vae import open_vae
+    from comfy_tp.core.load import load_opened, open_model
+    from comfy_tp.core.parts.prompts import PromptTokenizer
+    from comfy_tp.core.parts.text_encoder import key_value_heads, open_text_encoder
+    from comfy_tp.core.parts.vae import open_vae
+    from comfy_tp.core.tp.collectives import Ranks
 
     save_pipeline(folder)
     model = save_small_model(folder / "model")

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from comfy_tp.core import quant
 from comfy_tp.core.checkpoint.convert import file_tensors
 from comfy_tp.core.models.flux2_layout import BFL_FLUX2
+from comfy_tp.core.tp import fp8
 
 SMALL = {
     "num_layers": 2,
@@ -86,7 +86,7 @@ def fp8_tensors(
             held[name] = tensor.detach().to(dtype)
             exact[name] = held[name].float()
             continue
-        held[name], scale = quant.quantise(tensor.detach(), dtype)
+        held[name], scale = fp8.quantise(tensor.detach(), dtype)
         exact[name] = held[name].float() * scale
         old = style == "scaled_fp8"
         held[f"{module}.scale_weight" if old else f"{module}.weight_scale"] = torch.tensor(scale)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from comfy_tp.core.adapters import Adapter
-from comfy_tp.core.config import TensorParallelConfig
 from comfy_tp.core.errors import TPError
-from comfy_tp.core.lora import WeightPatches
+from comfy_tp.core.lora.adapters import Adapter
+from comfy_tp.core.lora.apply import WeightPatches
+from comfy_tp.core.lora.patch import Entry, Patch
 from comfy_tp.core.models import architecture_named, architecture_of
-from comfy_tp.core.parallelize import apply_plan, resolve
-from comfy_tp.core.patch import Entry, Patch
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.parallelize import resolve
+from comfy_tp.core.tp.apply import apply_plan
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
 
 H = 64  # hidden width: 4 heads of 16
 MLP = 3 * H
@@ -482,21 +483,21 @@ def biases(ranks: Ranks) -> dict[str, Any]:
 
 def fp8(ranks: Ranks) -> dict[str, Any]:
     """On fp8 weights LoRA, LoHa, LoKr and DoRA are side paths and leave them alone; what must be merged is rounded anew."""
-    from comfy_tp.core import quant
-    from comfy_tp.core.skeleton import hold_fp8
+    from comfy_tp.core.tp import fp8
+    from comfy_tp.core.tp.skeleton import hold_fp8
 
     model = flux2()
     whole = flux2()
     model = sharded(model, ranks)
     plan = model.tensor_parallel.plan
     for key in ("single_transformer_blocks.0.attn.to_qkv_mlp_proj", "x_embedder"):
-        tensor, scale = quant.quantise(whole.get_parameter(f"{key}.weight"))
-        hold_fp8(model, key, quant.Scales(scale), plan, ranks)
+        tensor, scale = fp8.quantise(whole.get_parameter(f"{key}.weight"))
+        hold_fp8(model, key, fp8.Scales(scale), plan, ranks)
         module = model.get_submodule(key)
         module.weight = nn.Parameter(
             plan.specs[f"{key}.weight"].shard(tensor, ranks.rank), requires_grad=False
         )
-        whole.get_parameter(f"{key}.weight").copy_(quant.dequantise(tensor, scale, torch.float32))
+        whole.get_parameter(f"{key}.weight").copy_(fp8.dequantise(tensor, scale, torch.float32))
     state = {name: tensor.detach().clone() for name, tensor in whole.named_parameters()}
     whole.tensor_parallel = sharded(flux2(), Ranks.single()).tensor_parallel
     before = call(model)

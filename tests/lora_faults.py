@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy_tp.core.group import commands
+from comfy_tp.core.calls import commands
 
 
 def patch(context: Any, header: dict[str, Any], tensors: list) -> commands.Result:

@@ -2,7 +2,7 @@
 
 import torch
 
-from comfy_tp.core.group import commands
+from comfy_tp.core.calls import commands
 
 
 def forward(context, header, tensors):

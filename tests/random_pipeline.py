@@ -12,7 +12,7 @@ def save_pipeline(folder: Path, seed: int = 0) -> Path:
     """Write transformer, vae, text_encoder, tokenizer, scheduler and model_index.json into `folder`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from comfy_tp.core.small import autoencoder, encoder, flow
+    from comfy_tp.tools.small import autoencoder, encoder, flow
 
     torch.manual_seed(seed)
     flow.new_transformer().save_pretrained(folder / "transformer")

@@ -10,13 +10,13 @@ import torch
 from installed import examples
 from torch import nn
 
-from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear
 from comfy_tp.core.models import architecture_named
-from comfy_tp.core.norm import RMSNormAcrossRanks
-from comfy_tp.core.plan import PackedColwiseParallel, Place, Rowwise, Style
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.shard import ShardSpec
-from comfy_tp.core.verify import TOLERANCE, compare_on_ranks, example_inputs, example_model
+from comfy_tp.core.planning.compare import TOLERANCE, compare_on_ranks, example_inputs, example_model
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.linear import ColwiseLinear, RowwiseLinear
+from comfy_tp.core.tp.norm import RMSNormAcrossRanks
+from comfy_tp.core.tp.plan import PackedColwiseParallel, Place, Rowwise, Style
+from comfy_tp.core.tp.shard import ShardSpec
 
 
 def before_fork() -> None:

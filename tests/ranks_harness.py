@@ -120,7 +120,7 @@ def _rank(folder: Path, checks: list[dict], functions: dict[str, Any], rank: int
 
         import torch.distributed as dist
 
-        from comfy_tp.core.ranks import Ranks
+        from comfy_tp.core.tp.collectives import Ranks
 
         store = dist.FileStore(str(folder / f"store-{degree}"), degree)
         dist.init_process_group(

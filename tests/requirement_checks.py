@@ -14,14 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import comfy_tp.core as core
-from comfy_tp.core import loading
-from comfy_tp.core.config import TensorParallelConfig
-from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear
+from comfy_tp.core import load as loading
 from comfy_tp.core.models import Architecture, architecture_named
-from comfy_tp.core.parallelize import apply_plan, enable_parallelism
-from comfy_tp.core.plan import resolve_plan
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.verify import cast, example_inputs, example_model
+from comfy_tp.core.parallelize import enable_parallelism
+from comfy_tp.core.planning.compare import cast, example_inputs, example_model
+from comfy_tp.core.tp.apply import apply_plan
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
+from comfy_tp.core.tp.linear import ColwiseLinear, RowwiseLinear
+from comfy_tp.core.tp.plan import resolve_plan
 
 FLUX = architecture_named("flux")
 WAN = architecture_named("wan")

@@ -16,16 +16,16 @@ from torch import nn
 
 import comfy_tp.core as core
 from comfy_tp.core import restart
-from comfy_tp.core.adapters import Adapter
 from comfy_tp.core.checkpoint.memory import byte_view
 from comfy_tp.core.checkpoint.rank_files import rank_file_name
-from comfy_tp.core.config import TensorParallelConfig
-from comfy_tp.core.lora import WeightPatches
+from comfy_tp.core.lora.adapters import Adapter
+from comfy_tp.core.lora.apply import WeightPatches
+from comfy_tp.core.lora.patch import Patch
 from comfy_tp.core.models import architecture_named
 from comfy_tp.core.parallelize import enable_parallelism
-from comfy_tp.core.patch import Patch
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.verify import example_inputs, example_model
+from comfy_tp.core.planning.compare import example_inputs, example_model
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
 
 # Plain float32, a model that keeps some modules in float32, and layers in fp8: (architecture, example, dtype).
 MODELS = {

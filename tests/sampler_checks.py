@@ -169,7 +169,7 @@ class Run:
 
 @check
 def mirrored_samplers() -> Any:
-    from comfy_tp.core.sampling import SAMPLERS
+    from comfy_tp.core.calls.sampling import SAMPLERS
 
     # Five steps: the multistep samplers reach their full order of four in the last but one.
     return {
@@ -186,7 +186,7 @@ def mirrored_samplers_on_a_formula() -> Any:
     import comfy.samplers
     from comfy_extras.nodes_flux import Flux2Scheduler
 
-    from comfy_tp.core.sampling import SAMPLERS, Condition, denoise
+    from comfy_tp.core.calls.sampling import SAMPLERS, Condition, denoise
 
     sampling = Run.native.get_model_object("model_sampling")
     weights = torch.randn(12, 12, generator=torch.Generator().manual_seed(4)) / 4

@@ -12,7 +12,8 @@ import pytest
 import torch
 from comfy_inprocess import in_comfy, latent, load_tp  # noqa: F401  a fixture among them
 
-from comfy_tp.core.small import build, draw, evaluate
+from comfy_tp.core.small.pipeline import LORA_NAME, lora_file, pipeline_folder
+from comfy_tp.tools.small import draw, evaluate
 
 pytestmark = [pytest.mark.usefixtures("in_comfy"), pytest.mark.timeout(600)]
 
@@ -75,7 +76,7 @@ def graphs(in_comfy) -> Callable[[int], Graph]:  # noqa: F811
     """`graphs(degree)`: the graph on so many ranks, which other tests of this process may share."""
     folder = in_comfy / "models/diffusers" / NAME
     if not folder.is_dir():
-        shutil.copytree(build.pipeline_folder(), folder)
+        shutil.copytree(pipeline_folder(), folder)
     return functools.cache(Graph)
 
 
@@ -121,14 +122,14 @@ def test_a_wrong_word_is_seen_in_the_picture(graphs):
 def test_the_lora_of_the_small_model_draws_outlines_through_the_stock_node(graphs, in_comfy):  # noqa: F811
     import nodes
 
-    target = Path(in_comfy) / "models/loras" / build.LORA_NAME
+    target = Path(in_comfy) / "models/loras" / LORA_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(build.lora_file(), target)
+    shutil.copy2(lora_file(), target)
     graph = graphs(2)
     plain, prompt = graph.model, "a red circle on a blue background"
     try:
         with torch.inference_mode():
-            graph.model = nodes.LoraLoaderModelOnly().load_lora_model_only(plain, build.LORA_NAME, 1.0)[0]
+            graph.model = nodes.LoraLoaderModelOnly().load_lora_model_only(plain, LORA_NAME, 1.0)[0]
         styled = draw.judge(graph.paint(prompt, 3))
     finally:
         graph.model = plain

@@ -18,8 +18,8 @@ from PIL import Image
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
-from comfy_tp.core.small import draw
-from comfy_tp.core.small.build import LORA_NAME, pipeline_folder
+from comfy_tp.core.small.pipeline import LORA_NAME, pipeline_folder
+from comfy_tp.tools.small import draw
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))

@@ -21,7 +21,7 @@ from comfy_tp.core.checkpoint import (
 )
 from comfy_tp.core.errors import CheckpointError
 from comfy_tp.core.models.flux2_layout import BFL_FLUX2
-from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.tp.shard import ShardSpec
 
 D = 16
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, memory, read_shards, reader
 from comfy_tp.core.checkpoint.memory import PAGE, Buffer, Staging
 from comfy_tp.core.errors import CheckpointError, PlanError
-from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.tp.shard import ShardSpec
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float16)
 

@@ -27,7 +27,7 @@ from comfy_tp.core.checkpoint.writer import (
 )
 from comfy_tp.core.cli.bench_load import MemoryWatch
 from comfy_tp.core.errors import CheckpointError
-from comfy_tp.core.shard import ShardSpec
+from comfy_tp.core.tp.shard import ShardSpec
 
 
 def table_of(tensors: dict[str, torch.Tensor]) -> dict:

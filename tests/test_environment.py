@@ -15,7 +15,7 @@ from comfy_inprocess import save_small_model
 
 from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.errors import CheckpointError
-from comfy_tp.core.loading import open_model
+from comfy_tp.core.load import open_model
 
 ROOT = Path(__file__).parents[1]
 

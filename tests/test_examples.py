@@ -15,8 +15,8 @@ from PIL import Image
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
-from comfy_tp.core.small import draw
-from comfy_tp.core.small.build import pipeline_folder
+from comfy_tp.core.small.pipeline import pipeline_folder
+from comfy_tp.tools.small import draw
 
 RUN = Path(__file__).parents[1] / "workflows" / "api" / "run.py"
 

@@ -13,8 +13,8 @@ import torch
 from group_processes import COMMANDS, command_line, listening_addresses
 
 from comfy_tp.core.errors import Cancelled, CheckpointError, ConfigError, RankError, RankOutOfMemory
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.rank import resident_bytes
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.rank import resident_bytes
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def test_status_does_not_wait_for_a_running_command(group):
 
 
 def test_processes_can_be_recognised_and_know_nothing_of_comfyui(group):
-    assert [command_line(pid).split("launch.py ")[1].split(" /")[0] for pid in group.pids] == [
+    assert [command_line(pid).split("entry.py ")[1].split(" /")[0] for pid in group.pids] == [
         "comfy_tp rank 0/2 cpu",
         "comfy_tp rank 1/2 cpu",
     ]
@@ -327,7 +327,7 @@ def test_processes_can_be_recognised_and_know_nothing_of_comfyui(group):
     assert seen["modules"] == []
     assert seen["env"] == [{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}] * 2
     assert seen["threads"] == 1
-    assert not any(path.endswith("core/group") for path in seen["path"])
+    assert not any(path.endswith("core/ranks") for path in seen["path"])
     assert "token" not in " ".join(command_line(pid) for pid in group.pids)
 
 

@@ -18,13 +18,13 @@ from test_group_faults import assert_nothing_left, everything
 from test_group_node import rank_1_says
 
 from comfy_tp.core.errors import RankError
-from comfy_tp.core.group import pulse as life
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.judge import Judge
-from comfy_tp.core.group.node import tcp_listener
-from comfy_tp.core.group.port import ClientPort
-from comfy_tp.core.group.pulse import RankPulse
-from comfy_tp.core.group.watch import StorePulse
+from comfy_tp.core.ranks import heartbeat as life
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.heartbeat import RankPulse
+from comfy_tp.core.ranks.machines.node import tcp_listener
+from comfy_tp.core.ranks.machines.watch import StorePulse
+from comfy_tp.core.ranks.port import ClientPort
+from comfy_tp.core.ranks.watchdog import Judge
 
 HEARTBEAT = 30.0
 LIMIT = 5.0  # of the silence in a cancelled command, with that heartbeat time-out

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from comfy_tp.core.adapters import Adapter
 from comfy_tp.core.errors import RankError
-from comfy_tp.core.group import channel as wire
-from comfy_tp.core.group import port as port_module
-from comfy_tp.core.group.channel import PREFIX, Channel, ChannelClosed, ChannelError
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.node import tcp_listener
-from comfy_tp.core.group.port import STRANGERS, ClientPort
-from comfy_tp.core.group.rank import resident_bytes, unix_listener
-from comfy_tp.core.lora_wire import PatchSender, read_patches
-from comfy_tp.core.patch import Patch
+from comfy_tp.core.lora.adapters import Adapter
+from comfy_tp.core.lora.patch import Patch
+from comfy_tp.core.lora.wire import PatchSender, read_patches
+from comfy_tp.core.ranks import channel as wire
+from comfy_tp.core.ranks import port as port_module
+from comfy_tp.core.ranks.channel import PREFIX, Channel, ChannelClosed, ChannelError
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.machines.node import tcp_listener
+from comfy_tp.core.ranks.port import STRANGERS, ClientPort
+from comfy_tp.core.ranks.rank import resident_bytes, unix_listener
 
 TOKEN = "a" * 64
 QWEN_LINEARS = (

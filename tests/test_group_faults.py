@@ -18,9 +18,9 @@ import torch
 from group_processes import COMMANDS, running, still_running
 
 from comfy_tp.core.errors import CheckpointError, RankError, RankOutOfMemory
-from comfy_tp.core.group import pulse as life
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.judge import Judge
+from comfy_tp.core.ranks import heartbeat as life
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.watchdog import Judge
 
 
 def start(tmp_path: Path, **options) -> RankGroup:
@@ -232,7 +232,7 @@ SOAK_SIGNALS = [pytest.param(each, marks=pytest.mark.soak) for each in (signal.S
 
 CLIENT = """
 import sys, threading, time
-from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.ranks.client import RankGroup
 group = RankGroup.start(["cpu", "cpu"], commands=sys.argv[1], log_dir=sys.argv[2])
 line = group._line
 print(*group.pids, line._process.pid, line._folder, flush=True)

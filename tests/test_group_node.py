@@ -19,13 +19,13 @@ from group_processes import COMMANDS, running, still_running
 from torchrun_nodes import Nodes
 
 from comfy_tp.core.errors import Cancelled, ConfigError, RankError
-from comfy_tp.core.group import pulse as life
-from comfy_tp.core.group.address import parse_address
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.node import tcp_listener
-from comfy_tp.core.group.pulse import RankPulse
-from comfy_tp.core.group.secret import make_token, read_token
-from comfy_tp.core.group.watch import StorePulse
+from comfy_tp.core.ranks import heartbeat as life
+from comfy_tp.core.ranks.address import parse_address
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.heartbeat import RankPulse
+from comfy_tp.core.ranks.machines.node import tcp_listener
+from comfy_tp.core.ranks.machines.secret import make_token, read_token
+from comfy_tp.core.ranks.machines.watch import StorePulse
 
 OPTIONS = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1", "--commands", COMMANDS]
 

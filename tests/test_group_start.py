@@ -16,10 +16,10 @@ import torch
 from group_processes import COMMANDS, command_line, still_running
 
 from comfy_tp.core.errors import ConfigError, RankError
-from comfy_tp.core.group.client import RankGroup, check_devices
-from comfy_tp.core.group.launcher import innermost_frame, without_async_allocator
-from comfy_tp.core.group.logs import KEPT, new_log_dir
-from comfy_tp.core.group.rank import load_commands
+from comfy_tp.core.ranks.client import RankGroup, check_devices
+from comfy_tp.core.ranks.launcher import innermost_frame, without_async_allocator
+from comfy_tp.core.ranks.logs import KEPT, new_log_dir
+from comfy_tp.core.ranks.rank import load_commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,7 +139,7 @@ spec = importlib.util.spec_from_file_location(name, os.path.join(folder, "__init
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-client = importlib.import_module(name + ".core.group.client")
+client = importlib.import_module(name + ".core.ranks.client")
 with client.RankGroup.start(["cpu", "cpu"], commands=commands, log_dir=logs) as group:
     print(json.dumps(group.request("surroundings", {"names": ["PYTORCH_CUDA_ALLOC_CONF"]}).header))
 assert "comfy_tp" not in sys.modules
@@ -182,7 +182,7 @@ def test_the_async_allocator_is_taken_out_of_the_settings(given, left):
 WRONG_SUMS = """
 import os
 import time
-from comfy_tp.core.group import rank
+from comfy_tp.core.ranks import rank
 
 true_test = rank.self_test
 
@@ -233,7 +233,7 @@ def test_wrong_sums_or_none_of_nccl_start_the_ranks_again_without_p2p_and_say_so
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_the_self_test_knows_a_wrong_sum_of_each_dtype(monkeypatch, dtype):
-    from comfy_tp.core.group import rank
+    from comfy_tp.core.ranks import rank
 
     def reduce(tensor, group=None):
         tensor.copy_((tensor.float() * 3).to(tensor.dtype))
@@ -248,7 +248,7 @@ def test_the_self_test_knows_a_wrong_sum_of_each_dtype(monkeypatch, dtype):
 
 
 def test_only_nccl_with_p2p_is_started_again_without_it(monkeypatch):
-    from comfy_tp.core.group import rank
+    from comfy_tp.core.ranks import rank
 
     backend = "nccl"
     monkeypatch.setattr(rank.dist, "get_backend", lambda group: backend)

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from comfy_tp.core import quant
-from comfy_tp.core.linear import RowwiseLinear, RowwiseSplitInputLinear, joint_reduce
+from comfy_tp.core.lora.side import SidePath
 from comfy_tp.core.models.modulation import JointLinears
-from comfy_tp.core.norm import JointSums, ShardedRMSNorm
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.shard import ShardSpec
-from comfy_tp.core.side import SidePath
+from comfy_tp.core.tp import fp8
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.linear import RowwiseLinear, RowwiseSplitInputLinear, joint_reduce
+from comfy_tp.core.tp.norm import JointSums, ShardedRMSNorm
+from comfy_tp.core.tp.shard import ShardSpec
 
 WIDTH, FEATURES = 24, 16
 LENGTHS = (3, 5)  # tokens of the two streams
@@ -152,8 +152,8 @@ def test_side_paths_and_fp8_weights_join_as_they_run_alone():
     ranks = Recorded(0, 2, "cpu")
     layers = make_layers(ranks)
     layers[0].side = SidePath(torch.randn(4, WIDTH // 2), torch.randn(FEATURES, 4))
-    weight, scale = quant.quantise(layers[1].weight)
-    layers[1].weight, layers[1].scales = nn.Parameter(weight, requires_grad=False), quant.Scales(scale)
+    weight, scale = fp8.quantise(layers[1].weight)
+    layers[1].weight, layers[1].scales = nn.Parameter(weight, requires_grad=False), fp8.Scales(scale)
     inputs = [local(x, ranks) for x in tokens()]
     with torch.inference_mode():
         joined = joint_reduce(*zip(layers, inputs, strict=True))

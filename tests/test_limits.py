@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from comfy_tp.core import limits
 from comfy_tp.core.cli import doctor, ranks
 from comfy_tp.core.errors import ConfigError
+from comfy_tp.core.planning import bounds as limits
 
 DEV = limits.Size("dev", 8, 48, 48, 15360, sharded=32_000_000_000, replicated=223_281_152)
 MACHINE = limits.Machine(disk=7e9, host_to_device=25e9, all_reduce=20e9, compute=600e12, device_bytes=24e9)
@@ -72,7 +72,7 @@ def test_the_lines_for_several_machines_name_the_module_and_the_address(capsys):
     assert "--master-addr=10.1.2.3 --master-port=29400" in first
     assert "--log-dir=/dev/null" in first  # else torchrun leaves a folder in /tmp
     assert "logs of its ranks in ~/.cache/comfy-tp/logs" in capsys.readouterr().out
-    assert "comfy_tp.core.group.node --listen 10.1.2.3:29500 --token-file t" in first
+    assert "comfy_tp.core.ranks.machines.node --listen 10.1.2.3:29500 --token-file t" in first
     assert second == first.replace("--node-rank=0", "--node-rank=1")
     assert figures["devices"] == "tcp://10.1.2.3:29500"
     assert figures["degree"] == 8

@@ -14,11 +14,11 @@ import torch
 
 from comfy_tp.core.checkpoint.convert import file_tensors
 from comfy_tp.core.errors import InputError
-from comfy_tp.core.lora import WeightPatches
-from comfy_tp.core.lora_keys import LoraFile, read_lora
+from comfy_tp.core.lora.apply import WeightPatches
+from comfy_tp.core.lora.keys import LoraFile, read_lora
 from comfy_tp.core.models import architecture_named
 from comfy_tp.core.models.flux2_layout import BFL_FLUX2
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.tp.collectives import Ranks
 
 RANK = 3
 ALPHA = 2.0

@@ -10,11 +10,11 @@ import torch
 from flux2_files import call_inputs, fp8_tensors, save_single_file, single_file_tensors, small_flux2
 from safetensors.torch import save_file
 
-from comfy_tp.core.adapters import Adapter
+from comfy_tp.core.calls.remote import RemoteModel
 from comfy_tp.core.errors import RankOutOfMemory
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.patch import Patch
-from comfy_tp.core.remote import RemoteModel
+from comfy_tp.core.lora.adapters import Adapter
+from comfy_tp.core.lora.patch import Patch
+from comfy_tp.core.ranks.client import RankGroup
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def token_of(monkeypatch):
 
 @pytest.mark.usefixtures("in_comfy")
 def test_without_a_token_from_the_owner_no_connection_is_even_tried(token_of, monkeypatch, tmp_path):
-    from comfy_tp.core.group.client import RankGroup
+    from comfy_tp.core.ranks.client import RankGroup
 
     small_model()
     tried = []
@@ -75,7 +75,7 @@ def test_ranks_elsewhere_serve_the_loader_node(token_of, tmp_path, in_comfy):  #
     from comfy_tp.comfy_tp_nodes import groups
     from comfy_tp.comfy_tp_nodes.nodes.status import TPStatus
     from comfy_tp.comfy_tp_nodes.nodes.unload_model import UnloadTPModel
-    from comfy_tp.core.group.client import RankGroup
+    from comfy_tp.core.ranks.client import RankGroup
 
     small_model()
     nodes = Nodes(tmp_path, nodes=1, per_node=2, options=LIMITS)

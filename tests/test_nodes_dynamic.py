@@ -21,7 +21,7 @@ from comfy_inprocess import (
 from faked_devices import freeing, load_tp_again, on_devices
 
 from comfy_tp.core.errors import UnsupportedError
-from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.ranks.client import RankGroup
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
 
@@ -267,8 +267,8 @@ def test_conditionings_are_batched_by_what_is_free_on_the_second_device_too(monk
 
 
 RESERVE = """
-from comfy_tp.core.group import rank
-from comfy_tp.core.group.rank import BUILT_IN as COMMANDS
+from comfy_tp.core.ranks import rank
+from comfy_tp.core.ranks.rank import BUILT_IN as COMMANDS
 
 rank.reserve_on = lambda device: 1 << 40
 """

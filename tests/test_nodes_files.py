@@ -194,7 +194,7 @@ def test_comfyui_and_the_ranks_compute_a_file_that_is_fp8_throughout_in_the_same
     """On a GPU in bfloat16: scales, also those of shape [1], are not weights in float32."""
     from comfy_tp.comfy_tp_nodes.source import ModelSource
     from comfy_tp.core.checkpoint.files import Checkpoint
-    from comfy_tp.core.loading import open_model, stored_dtype
+    from comfy_tp.core.load import open_model, stored_dtype
 
     held, metadata, _ = fp8_tensors(single_file_tensors(dev), "scaled_fp8", quantised=EVERYTHING)
     for name, tensor in held.items():
@@ -238,7 +238,7 @@ def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_pa
     from comfy_tp.comfy_tp_nodes.model import family
     from comfy_tp.core.checkpoint.files import Checkpoint
     from comfy_tp.core.cli.file_kinds import KINDS, resident
-    from comfy_tp.core.loading import open_model
+    from comfy_tp.core.load import open_model
     from comfy_tp.core.models import architecture_named
 
     (kind,) = [kind for kind in KINDS if kind.title == title]

@@ -22,9 +22,9 @@ from comfy_inprocess import (
 )
 from faked_devices import freeing, load_tp_again, on_devices
 
+from comfy_tp.core.calls.remote import RemoteModel
 from comfy_tp.core.errors import CheckpointError, RankError
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.remote import RemoteModel
+from comfy_tp.core.ranks.client import RankGroup
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
 
@@ -469,7 +469,7 @@ def test_cancel_while_loading_leaves_nothing_loaded_and_the_next_load_works():
 SLOW_COMMANDS = """
 import time
 from comfy_tp.core.checkpoint import reader
-from comfy_tp.core.group.commands import COMMANDS, describe_models
+from comfy_tp.core.calls.commands import COMMANDS, describe_models
 
 read = reader._Reader.read
 

@@ -27,7 +27,7 @@ MOST_MS = 5.0
 def model_that_computes_nothing(in_comfy):  # noqa: F811
     """A MODEL of FLUX.2-dev's text width, whose ranks answer every call with zeros."""
     from comfy_tp.comfy_tp_nodes import groups
-    from comfy_tp.core.group.client import RankGroup
+    from comfy_tp.core.ranks.client import RankGroup
 
     save_small_model(in_comfy / "models/diffusion_models/wide-flux2", joint_attention_dim=15360)
     commands = f"{Path(__file__).with_name('null_commands.py')}:COMMANDS"

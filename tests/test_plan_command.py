@@ -14,9 +14,9 @@ from comfy_tp.core.cli import main
 from comfy_tp.core.cli.plan import as_code, as_json, find
 from comfy_tp.core.errors import UnsupportedError
 from comfy_tp.core.models import ARCHITECTURES, architecture_named
-from comfy_tp.core.plan import WherePresent, resolve_plan
-from comfy_tp.core.propose import legal, meta_model, propose
-from comfy_tp.core.verify import plan_from_json
+from comfy_tp.core.planning.compare import plan_from_json
+from comfy_tp.core.planning.propose import legal, meta_model, propose
+from comfy_tp.core.tp.plan import WherePresent, resolve_plan
 
 DOCS = Path(__file__).parents[1] / "docs"
 

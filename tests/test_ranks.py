@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comfy_tp.core.config import TensorParallelConfig
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ from test_group_channel import frame, message
 from test_group_faults import CLIENT
 from torchrun_nodes import Nodes
 
+from comfy_tp.core.calls.remote import Conditioning, RemoteModel
 from comfy_tp.core.errors import RankError
-from comfy_tp.core.group import channel as wire
-from comfy_tp.core.group.channel import Channel, ChannelError
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.group.rank import resident_bytes
-from comfy_tp.core.remote import Conditioning, RemoteModel
+from comfy_tp.core.ranks import channel as wire
+from comfy_tp.core.ranks.channel import Channel, ChannelError
+from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.rank import resident_bytes
 
 pytestmark = pytest.mark.timeout(1800)
 

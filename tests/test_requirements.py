@@ -18,12 +18,14 @@ from requirement_checks import DOCUMENTED, Feed, Stack, error_of, small_flux
 from torch import nn
 
 import comfy_tp.core as core
-from comfy_tp.core.config import TensorParallelConfig
 from comfy_tp.core.errors import ConfigError, PlanError, UnsupportedError
-from comfy_tp.core.linear import ColwiseLinear, RowwiseLinear, RowwiseSplitInputLinear
 from comfy_tp.core.models import ARCHITECTURES, architecture_named, architecture_of
 from comfy_tp.core.parallelize import enable_parallelism
-from comfy_tp.core.plan import (
+from comfy_tp.core.planning.compare import example_model
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.config import TensorParallelConfig
+from comfy_tp.core.tp.linear import ColwiseLinear, RowwiseLinear, RowwiseSplitInputLinear
+from comfy_tp.core.tp.plan import (
     LinearStyle,
     PackedColwiseParallel,
     PackedRowwiseParallel,
@@ -32,8 +34,6 @@ from comfy_tp.core.plan import (
     resolve_plan,
     style_of,
 )
-from comfy_tp.core.ranks import Ranks
-from comfy_tp.core.verify import example_model
 
 FLUX = architecture_named("flux")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import comfy_tp.core as core
-from comfy_tp.core.config import TensorParallelConfig
 from comfy_tp.core.errors import CheckpointError, UnsupportedError
 from comfy_tp.core.models import architecture_named
-from comfy_tp.core.verify import example_model
+from comfy_tp.core.planning.compare import example_model
+from comfy_tp.core.tp.config import TensorParallelConfig
 
 FLUX2 = architecture_named("flux2")
 NAME = "rank-00000-of-00001.safetensors"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from comfy_tp.core.calls.remote import KEPT_TENSORS, Conditioning, RemoteModel
+from comfy_tp.core.calls.sampling import JOINT_TOKENS, SAMPLERS, Condition, denoise
 from comfy_tp.core.errors import InputError, UnsupportedError
-from comfy_tp.core.group.client import RankGroup
-from comfy_tp.core.remote import KEPT_TENSORS, Conditioning, RemoteModel
-from comfy_tp.core.sampling import JOINT_TOKENS, SAMPLERS, Condition, denoise
+from comfy_tp.core.ranks.client import RankGroup
 
 SPREAD = 0.6  # standard deviation of the data in the closed-form flow
 

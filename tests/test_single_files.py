@@ -17,14 +17,14 @@ from flux2_files import call_inputs, fp8_tensors, save_single_file, single_file_
 from thread_ranks import on_ranks
 from weight_files import MODEL_DAMAGES, damaged
 
-from comfy_tp.core import quant
 from comfy_tp.core.checkpoint.files import Checkpoint
 from comfy_tp.core.errors import CheckpointError, UnsupportedError
-from comfy_tp.core.linear import ReplicatedLinear, ShardedLinear
-from comfy_tp.core.loading import load_opened, open_model
+from comfy_tp.core.load import load_opened, open_model
 from comfy_tp.core.models import flux2
 from comfy_tp.core.models.flux2_layout import BFL_FLUX2
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.tp import fp8
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.linear import ReplicatedLinear, ShardedLinear
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
@@ -85,7 +85,7 @@ import json, sys
 from thread_ranks import on_ranks
 from comfy_tp.core.checkpoint.files import Checkpoint
 from comfy_tp.core.cli.bench_load import MemoryWatch
-from comfy_tp.core.loading import load_opened, open_model
+from comfy_tp.core.load import load_opened, open_model
 opened = [open_model(Checkpoint.open(sys.argv[1])) for _ in range(2)]
 with MemoryWatch() as memory:
     loaded = on_ranks(2, lambda ranks: load_opened(opened[ranks.rank], ranks))
@@ -203,7 +203,7 @@ def test_fp8_shards_stay_fp8_and_take_half_of_bf16(tmp_path, model):
     for sharded in on_ranks(2, work):
         kept = [m for m in sharded.modules() if isinstance(m, ShardedLinear) and m.scales is not None]
         assert len(kept) == 2 * 4 + 2 * 2
-        assert all(quant.is_fp8(m.weight) for m in kept)
+        assert all(fp8.is_fp8(m.weight) for m in kept)
         fp8_bytes = sum(m.weight.numel() * m.weight.element_size() for m in kept)
         assert fp8_bytes * 2 == sum(m.weight.numel() * 2 for m in kept)
         assert sharded.tensor_parallel.compute_dtype == torch.bfloat16
@@ -328,7 +328,7 @@ def test_a_config_json_that_makes_no_model_is_named_with_the_cause(tmp_path, mod
 
 
 def test_what_cannot_be_the_settings_is_refused_before_anything_is_built(tmp_path, model, monkeypatch):
-    from comfy_tp.core import loading
+    from comfy_tp.core import load as loading
 
     def never(*arguments):
         raise AssertionError("a model was built")
@@ -348,7 +348,7 @@ def test_what_cannot_be_the_settings_is_refused_before_anything_is_built(tmp_pat
 
 def test_a_cancel_and_a_lack_of_memory_while_a_model_is_built_stay_what_they_are():
     from comfy_tp.core.errors import Cancelled
-    from comfy_tp.core.skeleton import building
+    from comfy_tp.core.tp.skeleton import building
 
     lacking = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes."
     for error in (Cancelled("stop"), KeyboardInterrupt(), MemoryError(), RuntimeError(lacking.format(800))):
@@ -399,12 +399,12 @@ def test_a_file_of_another_model_is_refused(tmp_path):
 
 
 def test_the_fp8_matrix_product_agrees_with_the_exact_one(model):
-    weight, scale = quant.quantise(torch.randn(64, 32))
+    weight, scale = fp8.quantise(torch.randn(64, 32))
     x = torch.randn(2, 5, 32).to(torch.bfloat16)
-    scales = quant.Scales(scale)
+    scales = fp8.Scales(scale)
     exact = torch.nn.functional.linear(x.float(), weight.float() * scale)
-    assert rel_l2(quant.product(x, weight, scales).float(), exact) < 1e-2
-    assert rel_l2(quant._scaled_product(x, weight, scales, None).float(), exact) < 6e-2
+    assert rel_l2(fp8.product(x, weight, scales).float(), exact) < 1e-2
+    assert rel_l2(fp8._scaled_product(x, weight, scales, None).float(), exact) < 6e-2
 
 
 def other_model(name: str, example: str):
@@ -445,7 +445,7 @@ def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, n
 def test_damaged_single_files_are_each_a_clear_error_before_anything_is_allocated(
     tmp_path, model, monkeypatch, count
 ):
-    from comfy_tp.core import loading
+    from comfy_tp.core import load as loading
 
     def never(*arguments, **named):
         raise RuntimeError("a damaged file was read")

@@ -15,7 +15,9 @@ from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.checkpoint.convert import file_tensors
 from comfy_tp.core.models.flux2 import detect
 from comfy_tp.core.models.flux2_layout import BFL_FLUX2
-from comfy_tp.core.small import build, draw, evaluate
+from comfy_tp.core.small import pipeline as pipeline_files
+from comfy_tp.core.small.pipeline import WEIGHTS, lora_file, pipeline_folder
+from comfy_tp.tools.small import build, draw, evaluate
 
 LIMIT_BYTES = 8_000_000
 # Measured, see core/small/README.md, less three points.
@@ -88,7 +90,7 @@ def test_held_out_captions_are_of_pictures_that_training_never_draws():
 
 
 def test_all_weights_together_stay_under_eight_megabytes():
-    total = sum(path.stat().st_size for path in build.WEIGHTS.rglob("*") if path.is_file())
+    total = sum(path.stat().st_size for path in WEIGHTS.rglob("*") if path.is_file())
     assert 4_000_000 < total <= LIMIT_BYTES
 
 
@@ -139,11 +141,11 @@ def test_the_single_file_holds_the_same_transformer(tmp_path, pipeline):
 
 def test_a_missing_part_is_named(tmp_path, monkeypatch):
     (tmp_path / "transformer").mkdir()
-    monkeypatch.setattr(build, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(pipeline_files, "WEIGHTS", tmp_path)
     with pytest.raises(FileNotFoundError, match="incomplete: .* has no model_index.json, vae, text_encoder"):
-        build.pipeline_folder()
+        pipeline_folder()
     with pytest.raises(FileNotFoundError, match="LoRA is missing"):
-        build.lora_file()
+        lora_file()
 
 
 def test_adherence_to_a_few_captions_and_edits(pipeline):
@@ -157,7 +159,7 @@ def test_the_lora_draws_outlines_only():
     # The diffusers without klein reads only LoRAs for a model with dev's number of blocks.
     skip_without("flux2", {"guidance_embeds": False})
     styled = evaluate.load_pipeline()
-    names = load_file(build.lora_file()).keys()
+    names = load_file(lora_file()).keys()
     assert all(
         name.startswith(("diffusion_model.double_blocks.", "diffusion_model.single_blocks."))
         for name in names

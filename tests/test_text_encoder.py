@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
 
-from comfy_tp.core import text_encoder
 from comfy_tp.core.checkpoint.files import Checkpoint
 from comfy_tp.core.errors import CheckpointError, ConfigError, TPError, UnsupportedError
-from comfy_tp.core.linear import ShardedLinear
-from comfy_tp.core.loading import load_opened
-from comfy_tp.core.prompts import PromptTokenizer
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.load import load_opened
+from comfy_tp.core.parts import text_encoder
+from comfy_tp.core.parts.prompts import PromptTokenizer
+from comfy_tp.core.tp.collectives import Ranks
+from comfy_tp.core.tp.linear import ShardedLinear
 
 TEXT = {
     "vocab_size": 64,
@@ -206,7 +206,7 @@ def test_architectures_that_name_no_class_are_refused(tmp_path, mistral, archite
 @pytest.fixture
 def tokenizer(tmp_path):
     """The folder of a tokenizer as a pipeline holds it."""
-    from comfy_tp.core.small import encoder
+    from comfy_tp.tools.small import encoder
 
     folder = tmp_path / "tokenizer"
     encoder.new_processor().save_pretrained(folder)

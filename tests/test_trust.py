@@ -161,7 +161,7 @@ PICKLING_COLLECTIVES = {
 # What runs no code of a model's folder and takes no `trust_remote_code`: classes of diffusers models alone.
 MODELS = ("Flux2Transformer2DModel.from_pretrained", "super().from_pretrained")
 # How the demo's model was made: run by hand, reads only what it wrote itself.
-RECIPE = "core/small/"
+RECIPE = "tools/small/"
 
 
 def dangerous(source: str) -> list[str]:
@@ -188,14 +188,19 @@ def dangerous(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", ["core/cli/generate.py", "core/small/evaluate.py", "core/prompts.py"])
+@pytest.mark.parametrize("path", ["core/cli/generate.py", "tools/small/evaluate.py", "core/parts/prompts.py"])
 def test_every_pipeline_and_tokenizer_is_read_without_code_of_its_folder(path):
     found = dangerous((ROOT / path).read_text())
     assert [call for call in found if "trust_remote_code" in call] == []
 
 
 def test_nothing_in_the_product_turns_data_into_code():
-    paths = [ROOT / "__init__.py", *ROOT.glob("core/**/*.py"), *ROOT.glob("comfy_tp_nodes/**/*.py")]
+    paths = [
+        ROOT / "__init__.py",
+        *ROOT.glob("core/**/*.py"),
+        *ROOT.glob("comfy_tp_nodes/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+    ]
     found = {path.relative_to(ROOT).as_posix(): dangerous(path.read_text()) for path in paths}
     assert {path: calls for path, calls in found.items() if calls and not path.startswith(RECIPE)} == {}
     for line in (

@@ -9,11 +9,11 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
-from comfy_tp.core import vae as tp_vae
 from comfy_tp.core.checkpoint.files import Checkpoint
 from comfy_tp.core.errors import CheckpointError, InputError, UnsupportedError
-from comfy_tp.core.loading import load_opened
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.load import load_opened
+from comfy_tp.core.parts import vae as tp_vae
+from comfy_tp.core.tp.collectives import Ranks
 
 SMALL = {
     "block_out_channels": (16, 32, 32, 32),

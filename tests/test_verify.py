@@ -11,7 +11,7 @@ from ranks_harness import Check, run_on_ranks
 
 from comfy_tp.core.cli import main
 from comfy_tp.core.models import architecture_named
-from comfy_tp.core.verify import example_model
+from comfy_tp.core.planning.compare import example_model
 
 
 @pytest.fixture(scope="module")

@@ -33,17 +33,17 @@ GROUP = "the process group's own time-out, as for every collective"
 COMMAND = "a rank of a command: the process that started it ends it after RANK_SECONDS, torch its collectives before"
 
 EXCEPTIONS = {
-    ("core/group/channel.py", "self._sock.recv_into(view[got:])"): SET,
-    ("core/group/channel.py", "self._sock.sendmsg(buffers[first:first + 256])"): SET,
-    ("core/group/port.py", "self._listener.accept()"): SET,
-    ("core/group/rank.py", "os.read(0, 4096)"): READABLE,
-    ("core/group/launcher.py", "os.read(0, 4096)"): READABLE,
-    ("core/group/guard.py", "os.read(0, 4096)"): READABLE,
-    ("core/group/launcher.py", "os.read(descriptor, 1)"): READABLE,
-    ("core/group/rank.py", "torch.cuda.synchronize(context.device)"): WATCHED,
-    ("core/group/rank.py", "torch.cuda.synchronize(device)"): WATCHED,
-    ("core/sampling.py", "torch.cuda.synchronize(x0.device)"): WATCHED,
-    ("core/resident.py", "torch.cuda.synchronize(device)"): WATCHED,
+    ("core/ranks/channel.py", "self._sock.recv_into(view[got:])"): SET,
+    ("core/ranks/channel.py", "self._sock.sendmsg(buffers[first:first + 256])"): SET,
+    ("core/ranks/port.py", "self._listener.accept()"): SET,
+    ("core/ranks/rank.py", "os.read(0, 4096)"): READABLE,
+    ("core/ranks/launcher.py", "os.read(0, 4096)"): READABLE,
+    ("core/ranks/machines/guard.py", "os.read(0, 4096)"): READABLE,
+    ("core/ranks/launcher.py", "os.read(descriptor, 1)"): READABLE,
+    ("core/ranks/rank.py", "torch.cuda.synchronize(context.device)"): WATCHED,
+    ("core/ranks/rank.py", "torch.cuda.synchronize(device)"): WATCHED,
+    ("core/calls/sampling.py", "torch.cuda.synchronize(x0.device)"): WATCHED,
+    ("core/calls/resident.py", "torch.cuda.synchronize(device)"): WATCHED,
     ("core/checkpoint/memory.py", "self._sent.synchronize()"): WATCHED,
     ("core/checkpoint/memory.py", "self.stream.synchronize()"): WATCHED,
     ("core/checkpoint/memory.py", "buffer.wait()"): WATCHED,
@@ -147,8 +147,8 @@ def test_no_wait_in_the_product_is_without_a_bound():
 
 
 def test_the_exceptions_that_name_a_socket_rest_on_a_time_out_that_is_set():
-    channel = (ROOT / "core/group/channel.py").read_text()
-    port = (ROOT / "core/group/port.py").read_text()
+    channel = (ROOT / "core/ranks/channel.py").read_text()
+    port = (ROOT / "core/ranks/port.py").read_text()
     assert "sock.settimeout(WAKE)" in channel
     assert "self._listener.settimeout(wire.WAKE)" in port
 

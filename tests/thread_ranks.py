@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comfy_tp.core.ranks import Ranks
+from comfy_tp.core.tp.collectives import Ranks
 
 WAIT = 60.0
 

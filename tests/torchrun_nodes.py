@@ -20,7 +20,7 @@ from group_processes import still_running
 
 from comfy_tp.core.cli import ranks
 from comfy_tp.core.errors import RankError
-from comfy_tp.core.group.client import RankGroup
+from comfy_tp.core.ranks.client import RankGroup
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -14,7 +14,7 @@ from comfy_api.latest import io, ui
 from ...core.checkpoint.files import Checkpoint
 from ...core.checkpoint.reader import read_whole
 from ...core.errors import InputError, UnsupportedError
-from ...core.lora_keys import LoraFile, read_lora
+from ...core.lora.keys import LoraFile, read_lora
 from ...core.models import architecture_named
 from ..patches import comfy_patches
 from ..paths import safetensors_names

@@ -10,8 +10,8 @@ import comfy.utils
 import torch
 from comfy_api.latest import io
 
+from ...core.calls.sampling import SAMPLERS
 from ...core.errors import InputError
-from ...core.sampling import SAMPLERS
 from .. import seams
 from ..mirrored import MirroredSampler
 from ..patcher import STUBS, list_as_loaded

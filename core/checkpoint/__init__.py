@@ -2,8 +2,8 @@
 
 from .files import Checkpoint, resolve_source
 from .header import Header, TensorEntry, read_header
-from .layout import IDENTITY, FileLayout, Piece, Rows, Rule, Target, check, choose_layout
-from .reader import ReadReport, Wanted, read_shards
+from .layout import IDENTITY, FileLayout, Piece, Rows, Rule, Target, Wanted, check, choose_layout
+from .reader import ReadReport, read_shards
 
 __all__ = [
     "IDENTITY",

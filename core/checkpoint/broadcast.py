@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
 from .files import Checkpoint
-
-if TYPE_CHECKING:
-    from .reader import Wanted
+from .layout import Wanted
 
 # Tensors below this size travel together, in messages of at most BUCKET bytes.
 SMALL = 1 << 20

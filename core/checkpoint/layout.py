@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from ..errors import CheckpointError
+from ..tp.shard import ShardSpec
 from .files import Checkpoint
 from .header import TensorEntry
 
@@ -24,6 +25,18 @@ class Piece:
     tensor: str
     start: int | None = None
     stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rank wants of one parameter: its layout over the ranks, the file rows that make it up, its dtype.
+
+    `dtype` None keeps the stored dtype.
+    """
+
+    spec: ShardSpec
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

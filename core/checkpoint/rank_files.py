@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
-from ..shard import ShardSpec
+from ..tp.shard import ShardSpec
 from .broadcast import raise_together
 from .files import RANK_FILE, SAFETENSORS_SUFFIXES, Checkpoint
 from .header import read_header
-from .layout import Piece
-from .reader import ReadReport, Wanted, default_threads, read_shards
+from .layout import Piece, Wanted
+from .reader import ReadReport, default_threads, read_shards
 from .writer import FileStream, attempt, file_order, write_json
 
 FORMAT = "comfy-tp shards 1"

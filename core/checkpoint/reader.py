@@ -18,11 +18,11 @@ from math import prod
 import torch
 
 from ..errors import CheckpointError, PlanError
-from ..shard import ShardSpec
+from ..tp.shard import ShardSpec
 from .broadcast import broadcast_tensors, owners, raise_together
 from .files import Checkpoint
 from .header import TensorEntry
-from .layout import Piece
+from .layout import Piece, Wanted
 from .memory import PAGE, SHIFT, Staging, allocate, byte_view, copies_slowly
 
 # Bytes per read call: large enough that a call costs nothing beside its copy, small enough that a cancel takes effect
@@ -40,18 +40,6 @@ VECTORS = 256
 AHEAD = 32 << 20
 PROGRESS_SECONDS = 0.05
 POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a rank wants of one parameter: its layout over the ranks, the file rows that make it up, its dtype.
-
-    `dtype` None keeps the stored dtype.
-    """
-
-    spec: ShardSpec
-    pieces: tuple[Piece, ...]
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..claims import Claim, abandoned
 from ..errors import CheckpointError
-from ..shard import ShardSpec
+from ..tp.shard import ShardSpec
 from .broadcast import raise_together
 from .files import Checkpoint
 from .header import DTYPE_NAMES

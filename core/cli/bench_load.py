@@ -119,7 +119,7 @@ def make_checkpoint(folder: Path, config: dict) -> int:
     from diffusers import Flux2Transformer2DModel
 
     from ..checkpoint.writer import save_pretrained
-    from ..shard import ShardSpec
+    from ..tp.shard import ShardSpec
 
     with torch.device("meta"):
         model = Flux2Transformer2DModel.from_config(dict(config))
@@ -284,10 +284,10 @@ def _load_ours(
 ) -> Iterator[Callable[[], tuple[Any, int | None]]]:
     from diffusers import Flux2Transformer2DModel
 
-    from .. import loading
+    from .. import load as loading
     from ..checkpoint import Checkpoint, reader
-    from ..config import TensorParallelConfig
-    from ..ranks import Ranks
+    from ..tp.collectives import Ranks
+    from ..tp.config import TensorParallelConfig
 
     def load() -> tuple[Any, int | None]:
         config = TensorParallelConfig(degree)
@@ -307,9 +307,9 @@ def _load_rank_file(
     from diffusers import Flux2Transformer2DModel
 
     from ..checkpoint import rank_files
-    from ..config import TensorParallelConfig
-    from ..ranks import Ranks
     from ..restart import load_shards
+    from ..tp.collectives import Ranks
+    from ..tp.config import TensorParallelConfig
 
     def load() -> tuple[Any, int | None]:
         config = TensorParallelConfig(degree)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ..adapters import Adapter
-from ..group.client import RankGroup
-from ..lora import PatchReport
-from ..patch import Patch
-from ..remote import RemoteModel
+from ..calls.remote import RemoteModel
+from ..lora.adapters import Adapter
+from ..lora.apply import PatchReport
+from ..lora.patch import Patch
+from ..ranks.client import RankGroup
 from .arguments import count
 from .bench_load import CONFIG, STD, make_checkpoint, warm
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
 
 def _strided(path: str, shards: list, rank: int, degree: int) -> int:
     from ..checkpoint import Checkpoint, Piece, Wanted, read_shards, reader
-    from ..shard import ShardSpec
+    from ..tp.shard import ShardSpec
 
     spec = ShardSpec.split((ROWS, COLUMNS), degree, 1)
     wanted = {f"w{index}": Wanted(spec, (Piece(f"w{index}"),)) for index in range(TENSORS)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..small.build import LORA_NAME, pipeline_folder
+from ..small.pipeline import LORA_NAME, pipeline_folder
 from .arguments import count
 from .comfyui import ComfyServer, newest_path, printed
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import limits
+from ..planning import bounds as limits
 from .rank_processes import run_ranks
 
 FLOORS = {

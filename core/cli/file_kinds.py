@@ -220,8 +220,8 @@ def page() -> str:
 def resident(kind: FileKind) -> Iterator[int | None]:
     """Bytes of the weights on one rank at each of the kind's degrees; None for a degree that is not legal."""
     from ..models import architecture_named
-    from ..propose import legal, meta_model
-    from ..verify import resolved_for
+    from ..planning.compare import resolved_for
+    from ..planning.propose import legal, meta_model
 
     architecture = architecture_named(kind.architecture)
     config = architecture.published[kind.published]

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ..models import Architecture
-    from ..propose import Proposal
+    from ..planning.propose import Proposal
 
 TABLE_DEGREES = (2, 4, 8)
 LISTED = 12  # replicated groups that are printed one by one
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
 
 
 def _propose(name: str) -> tuple[int, dict]:
-    from ..propose import compare_plans, legal, meta_model, propose
+    from ..planning.propose import compare_plans, legal, meta_model, propose
 
     model_class, architecture = find(name)
     model = meta_model(model_class)
@@ -135,8 +135,8 @@ def _print(proposal: Proposal, heads: int | None, degrees: list[int]) -> None:
 
 def as_code(style: Any) -> str:
     """A plan value as Python source."""
-    from ..local import LocalAttributes
-    from ..plan import PackedColwiseParallel, PackedRowwiseParallel, WherePresent
+    from ..tp.local import LocalAttributes
+    from ..tp.plan import PackedColwiseParallel, PackedRowwiseParallel, WherePresent
 
     if isinstance(style, WherePresent):
         return f"WherePresent({as_code(style.style)})"
@@ -150,8 +150,8 @@ def as_code(style: Any) -> str:
 
 def as_json(style: Any) -> Any:
     """A plan value as `comfy-tp verify --plan` reads it."""
-    from ..local import LocalAttributes
-    from ..plan import PackedColwiseParallel, PackedRowwiseParallel, WherePresent
+    from ..tp.local import LocalAttributes
+    from ..tp.plan import PackedColwiseParallel, PackedRowwiseParallel, WherePresent
 
     if isinstance(style, str):
         return style
@@ -195,8 +195,8 @@ def table() -> str:
 
 def rows(architecture: Architecture) -> Iterator[list[str]]:
     """One row for each published configuration."""
-    from ..propose import count, legal, meta_model
-    from ..verify import resolved_for
+    from ..planning.compare import resolved_for
+    from ..planning.propose import count, legal, meta_model
 
     for title, config in architecture.published.items():
         model = meta_model(architecture.load_class(config), config)

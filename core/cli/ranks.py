@@ -79,8 +79,8 @@ def torchrun_line(args: argparse.Namespace, address: str, number: int) -> str:
         "--log-dir=/dev/null",
     ]
     if sys.modules.get("comfy_tp") is not None:
-        words += ["-m", "comfy_tp.core.group.node"]
+        words += ["-m", "comfy_tp.core.ranks.machines.node"]
     else:
-        words += [str(PACKAGE / "core" / "group" / "launch.py"), "comfy_tp node"]
+        words += [str(PACKAGE / "core" / "ranks" / "entry.py"), "comfy_tp node"]
     words += ["--listen", address, "--token-file", args.token_file, "--device", args.device]
     return shlex.join(words)

@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
     """Start the ranks, compare, print one line per block. Status 1 when anything is above the tolerance."""
     import torch
 
-    from ..group.client import RankGroup
-    from ..verify import TOLERANCE
+    from ..planning.compare import TOLERANCE
+    from ..ranks.client import RankGroup
 
     devices = args.devices.split(",") if args.devices else ["cpu"] * args.tp
     if len(devices) != args.tp:
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
     orders = [order for model in args.models for order in _orders(model, plan, args.reference_device)]
     package = __package__.rpartition(".")[0]
     results = []
-    with RankGroup.start(devices, backend=args.backend, commands=f"{package}.verify:COMMANDS") as group:
+    with RankGroup.start(
+        devices, backend=args.backend, commands=f"{package}.planning.compare:COMMANDS"
+    ) as group:
         for title, command, header in orders:
             reply = group.request(command, {**common, **header})
             comparison = reply.header["comparison"]

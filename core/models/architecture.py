@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
 from ..wording import short
 
 # Architecture name -> the class that diffusers calls it by. One file beside this one per name, holding ARCHITECTURE.

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
-from ..local import LocalAttributes
-from ..plan import PackedRowwiseParallel
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
+from ..tp.local import LocalAttributes
+from ..tp.plan import PackedRowwiseParallel
 from .architecture import Architecture
 from .flux_layout import BFL_FLUX, detect
 from .modulation import join

@@ -18,10 +18,10 @@ from torch import nn
 
 from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
-from ..linear import joint_reduce
-from ..local import LocalAttributes
-from ..plan import PackedColwiseParallel, PackedRowwiseParallel
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
+from ..tp.linear import joint_reduce
+from ..tp.local import LocalAttributes
+from ..tp.plan import PackedColwiseParallel, PackedRowwiseParallel
 from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
 from .modulation import join

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..local import LocalAttributes
-from ..plan import PackedColwiseParallel
+from ..tp.local import LocalAttributes
+from ..tp.plan import PackedColwiseParallel
 from .architecture import Architecture
 from .tokens import Place, image_ids, text_ids
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..local import LocalAttributes
-from ..plan import PackedColwiseParallel
+from ..tp.local import LocalAttributes
+from ..tp.plan import PackedColwiseParallel
 from .architecture import Architecture
 
 BLOCK = {

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..linear import RowwiseSplitInputLinear, writes_in_place
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
+from ..tp.linear import RowwiseSplitInputLinear, writes_in_place
 
 
 class SharedActivation(nn.Module):

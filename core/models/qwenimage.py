@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError, UnsupportedError
-from ..local import LocalAttributes
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
+from ..tp.local import LocalAttributes
 from .architecture import Architecture
 from .modulation import join
 from .qwenimage_layout import PATCH, QWENIMAGE_FILE, detect

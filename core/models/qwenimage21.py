@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..local import LocalAttributes
+from ..tp.local import LocalAttributes
 from .architecture import Architecture
 
 PLAN = {

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..local import LocalAttributes
-from ..norm import JointSums, RMSNormAcrossRanks
-from ..plan import WherePresent
-from ..ranks import Ranks
+from ..tp.collectives import Ranks
+from ..tp.local import LocalAttributes
+from ..tp.norm import JointSums, RMSNormAcrossRanks
+from ..tp.plan import WherePresent
 from .architecture import Architecture
 
 ATTENTION = {

@@ -14,7 +14,7 @@ from PIL import Image
 
 from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
-from comfy_tp.core.small.build import pipeline_folder
+from comfy_tp.core.small.pipeline import pipeline_folder
 
 TARGET = Path(__file__).with_name("ranks.png")
 SIDE = 256

@@ -1,0 +1,173 @@
+"""One rank's side of a loaded model: its shards, what its client keeps there, and the calls it answers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.reader import ReadReport
+from ..errors import InputError
+from ..load import OpenedModel, load_opened
+from ..lora.apply import WeightPatches
+from ..tp.collectives import Ranks
+
+
+@dataclass
+class ResidentModel:
+    """A sharded model on this rank. `dtype` is the compute dtype; `kept` holds the client's tensors by key."""
+
+    opened: OpenedModel
+    module: nn.Module
+    ranks: Ranks
+    dtype: torch.dtype
+    report: ReadReport
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    parked: bool = False
+
+    @functools.cached_property
+    def patches(self) -> WeightPatches:
+        """The LoRA patches on this rank's shards."""
+        return WeightPatches(self.module)
+
+    @classmethod
+    def load(
+        cls,
+        opened: OpenedModel,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype | None,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], None] | None = None,
+    ) -> ResidentModel:
+        """Read this rank's shards of `opened`; errors as in `load_opened`."""
+        module, report = load_opened(opened, ranks, dtype=dtype, progress=progress, cancelled=cancelled)
+        return cls(opened, module, ranks, module.tensor_parallel.compute_dtype, report)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of this rank's parameters and buffers."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def keep(self, key: int, tensor: torch.Tensor, forget: Sequence[int]) -> None:
+        """Hold `tensor` on this rank's device in the compute dtype under `key`, and drop the keys in `forget`."""
+        for old in forget:
+            self.kept.pop(old, None)
+        self.kept[key] = tensor.to(self.ranks.device, self.dtype)
+
+    def kept_tensor(self, key: int) -> torch.Tensor:
+        """The tensor that the client keeps here under `key`."""
+        if key not in self.kept:
+            raise InputError(
+                f"The ranks hold no tensor under key {key}; send it again. This model was reloaded meanwhile."
+            )
+        return self.kept[key]
+
+    def shared_by(self, keys: Sequence[int], batch: int) -> torch.Tensor:
+        """A tensor [batch, ...] from kept ones [1 or b, ...], each for an equal share of the batch, in order.
+
+        Used for conditionings [batch, L, D] and for reference latents [batch, C, h_k, w_k].
+        """
+        share, rest = divmod(batch, len(keys))
+        if rest:
+            raise InputError(f"A batch of {batch} cannot be shared equally by {len(keys)} conditionings.")
+        parts = []
+        for key in keys:
+            kept = self.kept_tensor(key)
+            if kept.shape[0] not in (1, share):
+                raise InputError(f"A conditioning of batch {kept.shape[0]} does not fit a batch of {share}.")
+            parts.append(kept.expand(share, *[-1] * (kept.ndim - 1)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def velocity(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor,
+        *,
+        guidance: torch.Tensor | None = None,
+        references: Sequence[torch.Tensor] = (),
+        reference_method: str = "index",
+        pooled: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The model's prediction in the shape of `x` [B, C, h, w] or [B, C, 1, h, w], float32, computed in its own dtype."""
+        self.unpark()
+        predict = self.opened.architecture.predict
+        if predict is None:
+            raise InputError(
+                f"{self.opened.architecture.model_class} cannot be sampled from ComfyUI's inputs yet."
+            )
+
+        def to(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(self.ranks.device, self.dtype)
+
+        with torch.inference_mode():
+            return predict(
+                self.module,
+                to(x),
+                timestep.to(self.ranks.device, torch.float32),
+                to(context),
+                guidance=to(guidance),
+                references=[to(reference) for reference in references],
+                reference_method=reference_method,
+                pooled=to(pooled),
+                **options,
+            ).float()
+
+    def forward(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Answer `RemoteModel.forward`: tensors are x, timestep, then guidance, pooled and references where given.
+
+        `header["references"]` has one entry per reference: keys of kept tensors, or none for one that came along.
+        """
+        rest = list(tensors)
+        x, timestep = rest.pop(0), rest.pop(0)
+        guidance = rest.pop(0) if header["guidance"] else None
+        pooled = rest.pop(0) if header["pooled"] else None
+        batch = x.shape[0]
+        references = [self.shared_by(keys, batch) if keys else rest.pop(0) for keys in header["references"]]
+        return self.velocity(
+            x,
+            timestep,
+            self.shared_by(header["contexts"], batch),
+            guidance=guidance,
+            pooled=pooled,
+            references=references,
+            reference_method=header["reference_method"],
+            **header["options"],
+        )
+
+    def park(self) -> int:
+        """Move the shards to host memory; returns the device bytes freed (0 on a CPU rank, where they stay)."""
+        if self.parked or self.ranks.device.type == "cpu":
+            return 0
+        freed = self.resident_bytes
+        self.module.to("cpu")
+        self.kept = {key: tensor.cpu() for key, tensor in self.kept.items()}
+        self.parked = True
+        release_cache(self.ranks.device)
+        return freed
+
+    def unpark(self) -> None:
+        """Bring parked shards back to the device."""
+        if self.parked:
+            self.module.to(self.ranks.device)
+            self.kept = {key: tensor.to(self.ranks.device) for key, tensor in self.kept.items()}
+            self.parked = False
+
+
+def release_cache(device: torch.device) -> None:
+    """Give the allocators' free blocks back to the device and the host, so that other processes can use them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    # Without it glibc keeps what the threads that read the files have freed, a little more after every load.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

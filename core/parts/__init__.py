@@ -1,0 +1,1 @@
+"""The parts of a pipeline beside its transformer: text encoder, VAE and prompts."""

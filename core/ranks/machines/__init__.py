@@ -1,0 +1,1 @@
+"""What only a group over several machines needs."""

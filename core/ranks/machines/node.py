@@ -1,0 +1,239 @@
+"""One rank of a group over several machines, started by torchrun on each of them::
+
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=HOST0 --master-port=29400 \\
+        -m comfy_tp.core.ranks.machines.node --listen HOST0:29500 --token-file ranks.token
+
+(from a folder under custom_nodes: ``.../core/ranks/entry.py "comfy_tp node" --listen ...``). Rank 0 listens; the
+loader node connects to it by address and token. The ranks and the commands are the same as on one machine.
+torchrun's own store and the ranks' connections have no authentication: a trusted network only.
+
+The ranks watch one another (`watch`); rank 0 tells the client what ends the group. When a rank ends, torchrun ends the
+others of its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ...errors import ConfigError, RankError
+from .. import channel as wire
+from .. import heartbeat as life
+from ..address import parse_address
+from ..failure import describe
+from ..heartbeat import RankPulse
+from ..logs import new_log_dir, open_log, rank_log
+from ..port import ClientPort
+from ..rank import (
+    CommandLoop,
+    PeerLost,
+    RankContext,
+    end_process,
+    join_group,
+    load_commands,
+    open_device,
+    run_self_test,
+)
+from .secret import make_token, read_token
+from .watch import GUARD_LATER, Guard, StorePulse
+
+log = logging.getLogger("comfy_tp.node")
+
+DEFAULT_COMMANDS = "comfy_tp.core.calls.commands:COMMANDS"
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+# Of the text that tells the client where the logs are: it stands in the welcome, whose length is bounded.
+LOGS_LIMIT = 256
+# How long the client may take to read why the group ends.
+TELL_WAIT = 1.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a rank under torchrun."""
+    made = argparse.ArgumentParser(
+        prog="comfy_tp.core.ranks.machines.node", description=__doc__.split("\n")[0]
+    )
+    made.add_argument("--listen", required=True, metavar="HOST:PORT", help="where rank 0 awaits its client")
+    made.add_argument(
+        "--token-file", required=True, type=Path, help="the shared secret; rank 0 makes it if there is none"
+    )
+    made.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="kind of device of every rank"
+    )
+    made.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl on cuda, gloo on cpu")
+    made.add_argument("--commands", default=DEFAULT_COMMANDS, help="module:NAME or file.py:NAME")
+    made.add_argument("--step-timeout", type=float, default=120.0, metavar="S")
+    made.add_argument("--heartbeat-timeout", type=float, default=60.0, metavar="S")
+    made.add_argument("--error-grace", type=float, default=5.0, metavar="S")
+    made.add_argument("--collective-timeout", type=float, default=1800.0, metavar="S")
+    made.add_argument("--keepalive", type=float, default=30.0, metavar="S")
+    return made
+
+
+def tcp_listener(address: str) -> socket.socket:
+    """A bound socket for ``host:port``; raises ConfigError where that cannot be."""
+    try:
+        host, port = parse_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"--listen {error}") from None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
+    return listener
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run as a rank under torchrun."""
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+    options = parser().parse_args(arguments)
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        sys.exit("comfy_tp.core.ranks.machines.node runs under torchrun; see --help and the documentation")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = int(os.environ["RANK"])
+    try:
+        _serve(options, rank)
+    except BaseException as error:
+        _end(error, rank)
+
+
+def _end(error: BaseException, rank: int) -> NoReturn:
+    def log_it() -> None:
+        if isinstance(error, (ConfigError, RankError)):
+            log.error("%s", error)
+        else:
+            log.error("rank %d ended", rank, exc_info=error)
+
+    end_process(error, log_it)
+
+
+def log_to(folder: Path, rank: int) -> None:
+    """Write what this rank logs, warnings too, into its file in `folder` beside where it goes already."""
+    handler = logging.StreamHandler(open_log(folder / rank_log(rank)))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+
+
+def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
+    degree = int(os.environ["WORLD_SIZE"])
+    machine = os.environ.get("GROUP_RANK", "0")
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    if leads:
+        folder = new_log_dir(running=True)
+        log_to(folder, rank)
+    pulse = RankPulse(None, rank, 1.0)
+    commands = load_commands(options.commands)
+    name = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = open_device(name, rank)
+    backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
+    listener = None
+    if rank == 0:
+        make_token(options.token_file)
+        token = read_token(options.token_file)
+        listener = tcp_listener(options.listen)
+    store, _, _ = next(dist.rendezvous("env://", rank, degree))
+    life_store, _, _ = next(dist.rendezvous("env://", rank, degree))
+    # The ranks of a machine share a folder, which the first of them has made.
+    folders = dist.PrefixStore("comfy_tp/logs", store)
+    if leads:
+        folders.set(machine, str(folder))
+    else:
+        folder = Path(folders.get(machine).decode())
+        log_to(folder, rank)
+    data, control = join_group(
+        device,
+        backend,
+        options.collective_timeout,
+        store=dist.PrefixStore("comfy_tp/group", store),
+        rank=rank,
+        world_size=degree,
+    )
+    run_self_test(data, rank, degree, device, failed=lambda error: _end(error, rank))
+    host = socket.gethostname()
+    context = RankContext(
+        rank,
+        degree,
+        device,
+        data,
+        control,
+        pulse,
+        name=f"{name}@{host}",
+        logs=f"{host}:{folder}"[:LOGS_LIMIT],
+    )
+    devices, logs = zip(*context.gather([context.name, context.logs]), strict=True)
+    port = None
+    if listener is not None:
+        description = {
+            "devices": devices,
+            "backend": backend,
+            "beat": min(wire.BEAT_PERIOD, options.heartbeat_timeout / 8),
+            "heartbeat_timeout": options.heartbeat_timeout,
+            "logs": context.logs,
+        }
+        port = ClientPort(listener, token, description)
+    pulse.slowest = 0.0
+    signs = StorePulse(dist.PrefixStore("comfy_tp/life", life_store), pulse, rank, devices, options)
+    loop = CommandLoop(
+        context,
+        commands,
+        port,
+        keepalive=min(options.keepalive, options.collective_timeout / 2),
+        error_grace=options.error_grace,
+        on_raised=lambda error: setattr(signs, "raised", error),
+    )
+
+    def blame(verdict: dict[str, Any]) -> None:
+        error = _described(verdict, logs)
+        log.error("%s", error["message"])
+        teller = threading.Thread(target=loop.tell_client, args=(error,), daemon=True)
+        teller.start()
+        teller.join(TELL_WAIT)
+        os._exit(life.EXIT_PEER_LOST)
+
+    signs.start(blame, Guard(options.heartbeat_timeout + GUARD_LATER))
+    # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.
+    signal.set_wakeup_fd(signs.bell.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if port is not None:
+        port.start(on_cancel=loop.cancel)
+        log.info("%d ranks await their client on %s", degree, options.listen)
+    log.info("logs: %s", context.logs)
+    try:
+        loop.run()
+    except PeerLost as error:
+        signs.lost_a_peer(str(error))
+        raise
+    except BaseException as error:
+        log.error("rank %d ends", rank, exc_info=error)
+        signs.ended_by(context.describe(error))
+        raise
+
+
+def _described(verdict: dict[str, Any], logs: Sequence[str]) -> dict[str, Any]:
+    """A verdict as the error that the client gets."""
+    if verdict.get("error"):
+        return verdict["error"]
+    rank, device = verdict["rank"], verdict["device"]
+    if rank is None:
+        return describe(RankError(f"The ranks {verdict['cause']}."), None, None, logs[0])
+    during = f" during {verdict['doing']!r}" if verdict["state"] in (life.BUSY, life.FAILED) else ""
+    text = f"Rank {rank} ({device}) {verdict['cause']}{during}.{verdict.get('guess', '')}"
+    return describe(RankError(text), rank, device, logs[rank])
+
+
+if __name__ == "__main__":
+    main()

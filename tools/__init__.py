@@ -1,0 +1,1 @@
+"""What made the small model, pictures and pages. Not installed."""
