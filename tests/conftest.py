@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser_session import Browser, what_is_missing
@@ -43,6 +44,12 @@ def comfy() -> Iterator[ComfyServer]:
     """
     with ComfyServer(custom_nodes=test_packs()) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shapes(comfy: ComfyServer) -> dict[str, Any]:
+    """What this ComfyUI says about all its nodes."""
+    return comfy.object_info()
 
 
 @pytest.fixture(scope="module")

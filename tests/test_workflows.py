@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import importlib.util
 import io
@@ -15,18 +14,18 @@ import pytest
 import torch
 from browser_session import Browser
 from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
+from held_server import held, named_files, objections
+from matrix_record import release
 from PIL import Image, ImageChops
-from workflow_files import FOLDER, WORKFLOWS, api_format, ui_format
+from template_prompts import Converter, known
+from workflow_files import COMFYUI, FOLDER, WORKFLOWS, api_format, ui_format
 
-from comfy_tp.core.cli.comfyui import ComfyServer, PromptRefused
+from comfy_tp.core.cli.comfyui import ComfyServer
 
 NAMES = list(WORKFLOWS)
 WIDTH = 48  # of the stand-ins' conditioning
 SIZE = 64  # pixels
 STAND_IN = "workflow-stand-in"
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
 
 
 def read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,40 +43,43 @@ def test_there_is_an_api_file_for_every_workflow_and_no_other_file() -> None:
     )
 
 
+def test_the_files_are_what_is_written_for_the_oldest_comfyui(shapes: dict[str, Any]) -> None:
+    if release() != COMFYUI:
+        pytest.skip(f"the files are written with ComfyUI {COMFYUI}")
+    for name in NAMES:
+        ui, api = read(name)
+        assert api == api_format(WORKFLOWS[name], shapes)
+        assert ui == ui_format(name, WORKFLOWS[name], shapes)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_files_fit_the_nodes_as_they_are(comfy: ComfyServer, name: str) -> None:
-    shapes = comfy.object_info()
+def test_the_files_fit_the_nodes_as_they_are(shapes: dict[str, Any], name: str) -> None:
     ui, api = read(name)
-    assert api == api_format(WORKFLOWS[name], shapes)
-    assert ui == ui_format(name, WORKFLOWS[name], shapes)
+    assert Converter(ui, shapes).prompt() == known(api, shapes)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_frontend_opens_it_whole_and_queues_the_api_file(browser: Browser, name: str) -> None:
+def test_the_frontend_opens_it_whole_and_queues_the_api_file(
+    browser: Browser, shapes: dict[str, Any], name: str
+) -> None:
     ui, api = read(name)
     seen = browser.open(FOLDER / f"{name}.json")
     assert seen["missingNodeTypes"] == []
     assert seen["validationErrors"] == []
     assert sorted(seen["nodeTypes"]) == sorted(node["type"] for node in ui["nodes"])
-    assert seen["apiPrompt"] == api
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_comfyui_accepts_it_but_for_files_that_are_not_there(comfy: ComfyServer, name: str) -> None:
-    _, api = read(name)
-    for node in api.values():
-        if node["class_type"] == "LoadImage":
-            node["inputs"]["image"] = comfy.upload_image(PIXEL, "pixel.png")
-    with pytest.raises(PromptRefused) as refused:
-        comfy.post_prompt(api)
-    missing = {
-        (problem["type"], problem["extra_info"]["input_name"])
-        for entry in refused.value.node_errors.values()
-        for problem in entry["errors"]
+    assert known(seen["apiPrompt"], shapes) == known(api, shapes)
+    titles = {number: node["_meta"]["title"] for number, node in api.items()}
+    assert release() != COMFYUI or titles == {
+        number: node["_meta"]["title"] for number, node in seen["apiPrompt"].items()
     }
-    absent = {"CLIPLoader": "clip_name", "VAELoader": "vae_name", "LoraLoaderModelOnly": "lora_name"}
-    names = {absent[node["class_type"]] for node in api.values() if node["class_type"] in absent}
-    assert missing == {("value_not_in_list", name) for name in names}
+
+
+def test_comfyui_accepts_all_of_them_where_the_files_are_there(comfy: ComfyServer) -> None:
+    prompts = [read(name)[1] for name in NAMES]
+    with named_files(comfy, prompts), held(comfy):
+        assert {name: objections(comfy, prompt) for name, prompt in zip(NAMES, prompts, strict=True)} == {
+            name: [] for name in NAMES
+        }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,6 +99,10 @@ def test_every_loader_says_where_its_file_comes_from(name: str) -> None:
 
 def test_the_two_references_are_wired_as_in_comfyuis_own_template() -> None:
     """The template of this ComfyUI that has two references; its loader is exchanged, its sizes are widgets here."""
+    if release() != COMFYUI:
+        pytest.skip(
+            f"the templates of ComfyUI {release()} switch parts on and off, those of {COMFYUI} do not"
+        )
     (path,) = (folder / "templates" / "image_flux2_fp8.json" for folder in template_folders())
     template = json.loads(path.read_text(encoding="utf-8"))
     ui, _ = read("flux2_two_references")

@@ -19,6 +19,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 COMFYUI = "0.3.75"  # the oldest ComfyUI that the workflows are for
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 HUB = "https://huggingface.co"
+# ImageScaleToTotalPixels. Releases after the oldest ask for resolution_steps too, which that one does not read.
+ONE_MEGAPIXEL = {"upscale_method": "lanczos", "megapixels": 1.0, "resolution_steps": 1}
 
 
 def file(name: str, directory: str, repository: str, folder: str = "") -> dict[str, str]:
@@ -190,7 +192,7 @@ def reference(image: int, *conditionings: tuple[str, int], column: int = 0) -> d
         str(image + 2): Node(
             "ImageScaleToTotalPixels",
             column + 1,
-            {"image": (first, 0), "upscale_method": "lanczos", "megapixels": 1.0},
+            {"image": (first, 0), **ONE_MEGAPIXEL},
         ),
         str(image + 3): Node("VAEEncode", column + 2, {"pixels": (str(image + 2), 0), "vae": ("3", 0)}),
     }
@@ -316,7 +318,7 @@ WORKFLOWS = {
             "14": Node(
                 "ImageScaleToTotalPixels",
                 1,
-                {"image": ("13", 0), "upscale_method": "lanczos", "megapixels": 1.0},
+                {"image": ("13", 0), **ONE_MEGAPIXEL},
             ),
             "15": Node("GetImageSize", 2, {"image": ("14", 0)}),
             "16": Node("VAEEncode", 2, {"pixels": ("14", 0), "vae": ("3", 0)}),
