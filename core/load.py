@@ -153,9 +153,7 @@ def refuse_options(options: dict[str, Any]) -> None:
             )
 
 
-def open_model(
-    checkpoint: Checkpoint, *, model_class: type | None = None, architecture: Architecture | None = None
-) -> OpenedModel:
+def open_model(checkpoint: Checkpoint, *, model_class: type | None = None) -> OpenedModel:
     """Recognise the model of `checkpoint` and compare every header with it. Nothing is allocated.
 
     A folder says its class in config.json; a single file is recognised from its tensor names and shapes alone.
@@ -167,9 +165,9 @@ def open_model(
         config = dict(given)
         named = config.get("_class_name")
         if model_class is None:
-            architecture = architecture or _architecture_of_config(checkpoint, named)
+            architecture = _architecture_of_config(checkpoint, named)
         else:
-            architecture = architecture or architecture_of(model_class)
+            architecture = architecture_of(model_class)
             if named and named not in {base.__name__ for base in model_class.__mro__}:
                 raise CheckpointError(
                     f"{checkpoint.path} holds a {named}, not a {model_class.__name__}. Load it with {named}."
@@ -177,7 +175,7 @@ def open_model(
         layouts: tuple[FileLayout, ...] = (IDENTITY,)
         source: str | Path = config_path(checkpoint.path)
     else:
-        architecture, config, layouts = _recognise(checkpoint, architecture)
+        architecture, config, layouts = _recognise(checkpoint)
         source = checkpoint.path
     model_class = model_class or architecture.load_class()
     with building(model_class.__name__, source, checkpoint.nbytes):
@@ -392,12 +390,9 @@ def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> A
     )
 
 
-def _recognise(
-    checkpoint: Checkpoint, architecture: Architecture | None
-) -> tuple[Architecture, dict[str, Any], tuple[FileLayout, ...]]:
+def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, dict[str, Any], tuple[FileLayout, ...]]:
     """The architecture and configuration of a single file, from its tensor names and shapes alone."""
-    candidates = [architecture] if architecture else [architecture_named(name) for name in ARCHITECTURES]
-    for candidate in candidates:
+    for candidate in map(architecture_named, ARCHITECTURES):
         config = candidate.recognise(checkpoint.entries)
         if config is not None:
             return candidate, config, candidate.layouts

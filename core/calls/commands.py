@@ -1,7 +1,6 @@
 """The commands that every rank executes, by name. Each is called on all ranks with the same header and tensors.
 
 A command is `f(context, header, tensors) -> (header, tensors)`; what rank 0 returns is the client's reply.
-`MIRRORED` says which node of the pack makes which commands.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from ..checkpoint.files import Checkpoint, resolve_source
 from ..errors import CheckpointError, ConfigError, InputError
 from ..load import DTYPES, open_model
 from ..lora.wire import read_patches
-from ..models import architecture_named
 from ..parallelize import resolve
 from ..parts import text_encoder, vae
 from ..tp.collectives import Ranks
@@ -52,20 +50,19 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
     started = time.perf_counter()
     ranks = Ranks(context.rank, context.degree, context.device, context.data_group)
     dtype = _dtype(header["dtype"])
-    named = header.get("architecture")
     if os.path.isabs(header["source"]) and not os.path.exists(header["source"]):
         raise CheckpointError(
             f"No such model: rank {context.rank} finds no '{header['source']}' on the machine {socket.gethostname()}. "
             "Every machine of a group opens a model at the same path: put the files there, or share their folder."
         )
-    location = resolve_source(header["source"], subfolder=header.get("subfolder"))
+    location = resolve_source(header["source"])
     checkpoint = Checkpoint.open(location)
     if header["kind"] == "text_encoder":
         opened = text_encoder.open_text_encoder(checkpoint, ranks.degree)
     elif header["kind"] == "vae":
         opened = vae.open_vae(checkpoint)
     else:
-        opened = open_model(checkpoint, architecture=architecture_named(named) if named else None)
+        opened = open_model(checkpoint)
     resolve(opened.skeleton, TensorParallelConfig(ranks.degree), opened.architecture)
     context.check_cancelled()
     same_files(context, opened.checkpoint, header["source"])
@@ -217,17 +214,6 @@ COMMANDS = {
     "patch": patch,
     "park": park,
     "unload": unload,
-}
-
-# Node id -> the commands that its execution makes on every rank.
-MIRRORED = {
-    "TPLoadModel": ("load",),
-    "TPLoadCLIP": ("load", "encode_text"),
-    "TPLoadVAE": ("load", "vae_encode", "vae_decode"),
-    "TPLoadLoRA": ("patch",),
-    "TPSampler": ("keep", "sample"),
-    "TPUnloadModel": ("unload",),
-    "TPStatus": (),
 }
 
 

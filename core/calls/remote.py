@@ -98,9 +98,7 @@ class RemoteModel:
         source: str,
         *,
         kind: str = "transformer",
-        subfolder: str | None = None,
         dtype: str = "default",
-        architecture: str | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
         poll: Poll | None = None,
     ) -> RemoteModel:
@@ -120,9 +118,7 @@ class RemoteModel:
             "model": model_id,
             "kind": kind,
             "source": str(source),
-            "subfolder": subfolder,
             "dtype": dtype,
-            "architecture": architecture,
         }
         reply = group.request("load", header, on_event=event, poll=poll)
         return cls(group, model_id, ModelInfo(**reply.header["info"]))

@@ -66,11 +66,6 @@ class TensorEntry:
     nbytes: int
 
     @property
-    def is_supported(self) -> bool:
-        """Whether this reader can hold the tensor's elements."""
-        return DTYPES[self.dtype][1] is not None
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         """The stored type as torch's. Raises `CheckpointError` for a type that is not supported."""
         dtype = DTYPES[self.dtype][1]

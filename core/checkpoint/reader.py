@@ -53,11 +53,6 @@ class ReadReport:
     threads: int
     seconds: float
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        """Bytes kept by this rank (10^9) per second."""
-        return self.bytes_kept / 1e9 / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True)
 class Fill:

@@ -9,7 +9,6 @@ Source: `Flux2Pipeline` and `Flux2KleinPipeline` of diffusers (layers, template,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,11 +168,6 @@ def encode(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def width_of(config: Mapping[str, Any]) -> int:
-    """Width of a conditioning from the settings of its encoder."""
-    return 3 * config["hidden_size"]
 
 
 def _prefix(checkpoint: Checkpoint) -> str:

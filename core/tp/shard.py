@@ -180,24 +180,3 @@ class ShardSpec:
             raise PlanError(
                 f"Rank {rank} holds a part of shape {list(part.shape)}, expected {list(self.local_shape)}."
             )
-
-    def slice_of(self, start: int, stop: int, dim: int) -> ShardSpec:
-        """The layout of the sub-tensor [start, stop) along `dim`, which must not cut through a packed block.
-
-        Serves fused weights: the q rows of a fused qkv, or one half of a LoRA's offset patch.
-        """
-        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
-        if self.dim is None or self.dim != dim:
-            return ShardSpec(shape, self.degree, self.dim, self.blocks)
-        offset = 0
-        kept = []
-        for block in self.blocks:
-            if start <= offset and offset + block <= stop:
-                kept.append(block)
-            elif offset < stop and start < offset + block:
-                raise PlanError(
-                    f"Rows [{start}, {stop}) cut through a packed block [{offset}, {offset + block}) that is split "
-                    f"as a whole; only whole blocks can be addressed."
-                )
-            offset += block
-        return ShardSpec(shape, self.degree, dim, tuple(kept))
