@@ -63,7 +63,6 @@ EXCEPTIONS = {
 COMMANDS = {
     "core/cli/bench_load.py": COMMAND,
     "core/cli/bench_forward.py": COMMAND,
-    "core/cli/bench_rowwise.py": COMMAND,
     "core/cli/doctor.py": COMMAND,
     "core/cli/generate.py": COMMAND + "; under torchrun torch's own time-out of collectives holds",
 }

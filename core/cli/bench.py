@@ -15,7 +15,6 @@ from typing import Any
 # One module per measurement, with the same two functions as a subcommand's.
 MEASUREMENTS = {
     "load": "bench_load",
-    "rowwise": "bench_rowwise",
     "forward": "bench_forward",
     "lora": "bench_lora",
 }
