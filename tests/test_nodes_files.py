@@ -237,9 +237,9 @@ PUBLISHED = {
 def test_a_file_of_the_real_size_opens_from_its_header_and_is_as_large_as_the_page_says(tmp_path, title):
     from comfy_tp.comfy_tp_nodes.model import family
     from comfy_tp.core.checkpoint.files import Checkpoint
-    from comfy_tp.core.cli.file_kinds import KINDS, resident
     from comfy_tp.core.load import open_model
     from comfy_tp.core.models import architecture_named
+    from comfy_tp.tools.pages.files import KINDS, resident
 
     (kind,) = [kind for kind in KINDS if kind.title == title]
     config = architecture_named(kind.architecture).published[kind.published]

@@ -488,21 +488,20 @@ def test_comfy_tp_verify_passes_every_layout(tmp_path, model, capsys):
     assert all(result["passed"] and len(result["rows"]) > 4 for result in figures["results"])
 
 
-def test_the_page_on_files_is_the_commands_output_and_names_tests_that_exist(capsys):
-    from comfy_tp.core.cli import file_kinds, main
+def test_the_page_on_files_is_computed_and_names_tests_that_exist():
+    from comfy_tp.tools.pages import files
 
     root = Path(__file__).parents[1]
-    assert main(["plan", "--files"]) == 0
-    text = capsys.readouterr().out
+    text = files.page()
     assert text == (root / "docs" / "files.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
-    assert len(named) == len(file_kinds.KINDS) + len(file_kinds.REFUSED)
+    assert len(named) == len(files.KINDS) + len(files.REFUSED)
     for file, test in named:
         assert f"def {test}(" in (root / file).read_text(encoding="utf-8"), (file, test)
 
 
 def test_the_sizes_on_the_page_are_those_of_the_published_files():
-    from comfy_tp.core.cli.file_kinds import KINDS, resident
+    from comfy_tp.tools.pages.files import KINDS, resident
 
     whole = {kind.title: next(resident(kind)) for kind in KINDS}
     assert abs(whole["FLUX.2-dev, fp8 mixed"] / (33.0 * 2**30) - 1) < 0.01  # the file is 33.0 GiB

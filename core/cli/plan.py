@@ -1,10 +1,9 @@
-"""``comfy-tp plan``: propose a tensor-parallel plan for a model class, or print the table of those that have one."""
+"""``comfy-tp plan``: propose a tensor-parallel plan for a model class."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,41 +13,23 @@ if TYPE_CHECKING:
     from ..models import Architecture
     from ..planning.propose import Proposal
 
-TABLE_DEGREES = (2, 4, 8)
 LISTED = 12  # replicated groups that are printed one by one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The class, --table or --files."""
+    """The class."""
     parser.add_argument(
         "model",
-        nargs="?",
         metavar="MODELCLASS",
         help="a model class of diffusers, the name of an architecture, or module:Class for one of your own",
     )
-    parser.add_argument("--table", action="store_true", help="print docs/architectures.md")
-    parser.add_argument("--files", action="store_true", help="print docs/files.md")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
-    """Print a proposal or the table. Nothing is downloaded and no weights are needed."""
-    if args.table or args.files:
-        from .file_kinds import page
-
-        text = table() if args.table else page()
-        print(text, end="")
-        return 0, {"table": text}
-    if not args.model:
-        raise UnsupportedError(
-            "Name a model class, for example `comfy-tp plan FluxTransformer2DModel`, or --table."
-        )
-    return _propose(args.model)
-
-
-def _propose(name: str) -> tuple[int, dict]:
+    """Print a proposal. Nothing is downloaded and no weights are needed."""
     from ..planning.propose import compare_plans, legal, meta_model, propose
 
-    model_class, architecture = find(name)
+    model_class, architecture = find(args.model)
     model = meta_model(model_class)
     config = getattr(model, "config", {})
     heads = architecture.heads(config) if architecture else _heads(model, config)
@@ -163,70 +144,3 @@ def as_json(style: Any) -> Any:
     if isinstance(style, LocalAttributes):
         return [type(style).__name__, list(style.names)]
     return [type(style).__name__]
-
-
-HEAD = """# Architectures
-
-What can be sharded, and what a rank then holds. This page is printed by `comfy-tp plan --table`; do not edit it.
-
-| model | class | diffusers | parameters | heads | degrees up to 16 | sharded | replicated | GB per rank, whole | {} |
-|---|---|---|---|---|---|---|---|---|{}|
-"""
-FOOT = """
-GB are 10^9 bytes of the transformer's weights in bf16, without activations, text encoders and VAE. "sharded" and
-"replicated" are shares of the parameters; replicated ones are held by every rank. A degree must divide the attention
-heads and every packed block; "-" marks a degree that does not.
-
-Each architecture is one file in `core/models/`; [adding a model](adding-a-model.md) says how to write one.
-"""
-
-
-def table() -> str:
-    """docs/architectures.md, computed from the plans on the meta device."""
-    from ..models import ARCHITECTURES, architecture_named
-
-    columns = " | ".join(f"at {degree}" for degree in TABLE_DEGREES)
-    text = HEAD.format(columns, "---|" * len(TABLE_DEGREES)).replace("---||", "---|")
-    for name in ARCHITECTURES:
-        for row in rows(architecture_named(name)):
-            text += f"| {' | '.join(row)} |\n"
-    return text + FOOT
-
-
-def rows(architecture: Architecture) -> Iterator[list[str]]:
-    """One row for each published configuration."""
-    from ..planning.compare import resolved_for
-    from ..planning.propose import count, legal, meta_model
-
-    for title, config in architecture.published.items():
-        model = meta_model(architecture.load_class(config), config)
-        heads = architecture.heads(model.config)
-        plan = architecture.plan_of(model)
-        degrees = legal(model, plan, heads)
-        specs = resolved_for(model, architecture, 1).specs.values()
-        total = count(model)
-        sharded = sum(_elements(spec.shape) for spec in specs if not spec.is_replicated)
-        kept = total - sharded
-        held = [
-            f"{2 * (kept + sharded / degree) / 1e9:.2f}" if degree in degrees else "-"
-            for degree in TABLE_DEGREES
-        ]
-        yield [
-            title,
-            f"`{architecture.model_class}`",
-            f"{architecture.minimum_diffusers} or newer",
-            f"{total / 1e9:.2f} B",
-            str(heads),
-            ", ".join(map(str, degrees)),
-            f"{sharded / total:.1%}",
-            f"{kept / total:.1%}",
-            f"{2 * total / 1e9:.2f}",
-            *held,
-        ]
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from ...core.models import architecture_named
+from ...core.planning.compare import resolved_for
+from ...core.planning.propose import legal, meta_model
+
 DEGREES = (1, 2, 4, 8)
 FILES = "tests/test_single_files.py::"
 NODES = "tests/test_nodes_files.py::"
@@ -157,8 +161,8 @@ KINDS = (
 
 HEAD = """# Model files
 
-Which files load, how they are read, and what a rank then holds. This page is printed by `comfy-tp plan --files`; do
-not edit it.
+Which files load, how they are read, and what a rank then holds. This page is printed by
+`python -m comfy_tp.tools.pages.files`; do not edit it.
 
 A model is recognised from the names and shapes of its tensors alone, never from the file's name; the names may begin
 with `diffusion_model.` or `model.diffusion_model.`, in any order. Every rank reads only its own byte ranges.
@@ -219,9 +223,6 @@ def page() -> str:
 
 def resident(kind: FileKind) -> Iterator[int | None]:
     """Bytes of the weights on one rank at each of the kind's degrees; None for a degree that is not legal."""
-    from ..models import architecture_named
-    from ..planning.compare import resolved_for
-    from ..planning.propose import legal, meta_model
 
     architecture = architecture_named(kind.architecture)
     config = architecture.published[kind.published]
@@ -240,3 +241,7 @@ def resident(kind: FileKind) -> Iterator[int | None]:
 def _itemsize(kind: FileKind, name: str, shape: tuple[int, ...]) -> int:
     """1 for a matrix that the kind stores in fp8, else 2."""
     return 1 if len(shape) == 2 and any(fnmatchcase(name, pattern) for pattern in kind.fp8) else 2
+
+
+if __name__ == "__main__":
+    print(page(), end="")

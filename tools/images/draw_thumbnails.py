@@ -1,7 +1,7 @@
 """Thumbnails of the workflows, shown by ComfyUI's template browser, from the pictures of the demo.
 
 make demo
-python docs/images/draw_thumbnails.py demo
+python tools/images/draw_thumbnails.py demo
 """
 
 from __future__ import annotations

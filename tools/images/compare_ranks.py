@@ -1,6 +1,6 @@
 """One prompt at 1 and at 2 ranks side by side, with their difference; prints the largest difference of a pixel.
 
-python docs/images/compare_ranks.py [PIPELINE]
+python tools/images/compare_ranks.py [PIPELINE]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from comfy_tp.core.cli import demo
 from comfy_tp.core.cli.comfyui import ComfyServer
 from comfy_tp.core.small.pipeline import pipeline_folder
 
-TARGET = Path(__file__).with_name("ranks.png")
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "images" / "ranks.png"
 SIDE = 256
 TIMES = 64  # how much the difference is amplified in the picture
 

@@ -1,6 +1,6 @@
 """Draws icon.png and banner.png at the repository's root: one disc in four shards, one per rank.
 
-python docs/images/draw_icon.py
+python tools/images/draw_icon.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The pictures of the pack and of its docs."""
