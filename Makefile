@@ -84,6 +84,7 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/comfy-tp bench load
 	$(BIN)/comfy-tp bench forward
+	$(BIN)/comfy-tp bench overhead
 
 soak: $(STAMP)
 	COMFY_TP_SOAK=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ MEASUREMENTS = {
     "load": "bench_load",
     "forward": "bench_forward",
     "lora": "bench_lora",
+    "overhead": "bench_overhead",
 }
 
 
