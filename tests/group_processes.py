@@ -7,6 +7,9 @@ import re
 import time
 from pathlib import Path
 
+# Seconds that things are given which happen at once where nothing else holds the machine.
+SOON = 20.0
+
 COMMANDS = f"{Path(__file__).with_name('group_commands.py')}:COMMANDS"
 
 

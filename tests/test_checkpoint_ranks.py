@@ -64,7 +64,7 @@ def test_when_one_rank_fails_all_say_so_and_none_waits(on_ranks, degree, kind, o
     assert own in last["text"]
     for rank in others:
         assert f"Rank {degree - 1} could not read its part of" in rank["text"]
-        assert rank["seconds"] < 10
+        assert rank["seconds"] < 60
     assert [rank["total"] for rank in (*others, last)] == [degree] * degree
 
 

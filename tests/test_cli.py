@@ -7,7 +7,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +31,10 @@ def test_help_lists_every_subcommand_without_importing_torch():
         "try:\n    main(['--help'])\n"
         "finally:\n    print('torch' in sys.modules)"
     )
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0
-    assert time.monotonic() - started < 5
     assert all(f"    {name}" in done.stdout for name in cli.SUBCOMMANDS)
     assert done.stdout.strip().endswith("False")
 

@@ -187,7 +187,7 @@ def test_a_repository_that_does_not_answer_is_given_up(cache: Path, tmp_path: Pa
     redirect(monkeypatch, "ssh://distant/ComfyUI")
     started = time.monotonic()
     assert "was not done within 1 s" in refused(capsys, NEWEST, "--timeout", "1")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50  # it would be silent for 60
 
 
 def test_a_snapshot_that_lacks_a_file_is_used_and_the_file_named(

@@ -26,6 +26,10 @@ def group(tmp_path_factory) -> RankGroup:
         assert started.failure is None
 
 
+# Seconds within which something ends that would last 100 s otherwise.
+AT_ONCE = 30.0
+
+
 class Interrupt(BaseException):
     """Stands for ComfyUI's interrupt, which newer releases derive from BaseException."""
 
@@ -120,13 +124,14 @@ def test_events_come_in_order_in_the_callers_thread_before_the_reply(group):
 
 def test_poll_is_called_about_every_50_ms_also_while_events_arrive(group):
     calls = []
+    started = time.monotonic()
     group.request(
         "steps",
         {"steps": 50, "seconds": 0.01},
         on_event=lambda header, tensors: None,
         poll=lambda: calls.append(time.monotonic()),
     )
-    assert 5 <= len(calls) <= 60
+    assert 5 <= len(calls) <= 20 * (time.monotonic() - started) + 1
 
 
 @pytest.mark.parametrize("kind", [Interrupt, ValueError])
@@ -138,11 +143,11 @@ def test_what_poll_raises_leaves_at_once_and_cancels_the_command(group, kind):
             raise kind("pressed")
 
     with pytest.raises(kind, match="pressed"):
-        group.request("steps", {"steps": 1000, "seconds": 0.1}, poll=poll)
-    assert time.monotonic() - started < 0.9
-    # The next request waits for the step that runs, no longer.
+        group.request("steps", {"steps": 1000, "seconds": 0.5}, poll=poll)
+    assert group._line._unanswered is not None, "it has waited for the ranks"
+    # The next request waits for the step that runs, not for the other 999.
     assert group.request("ping").header["degree"] == 2
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_what_an_event_raises_cancels_the_command_and_its_late_reply_reaches_nobody(group):
@@ -179,7 +184,7 @@ def test_cancel_from_another_thread_takes_effect_at_the_next_step(group):
     started = time.monotonic()
     with pytest.raises(Cancelled, match="cancelled"):
         group.request("steps", {"steps": 1000, "seconds": 0.1})
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < AT_ONCE
     assert group.alive
 
 
@@ -188,8 +193,8 @@ def test_cancel_reaches_ranks_that_work_without_the_others(group):
     timer.start()
     started = time.monotonic()
     with pytest.raises(Cancelled):
-        group.request("alone", {"seconds": 5})
-    assert time.monotonic() - started < 1.5
+        group.request("alone", {"seconds": 100})
+    assert time.monotonic() - started < AT_ONCE
     # Rank 0 is at the boundary already, and rank 1 sees the cancel alone.
     timer = threading.Timer(0.5, group.cancel)
     timer.start()
@@ -279,18 +284,23 @@ def test_two_threads_take_turns_and_get_their_own_answers(group):
     assert answers == {number: [(repeat, [number]) for repeat in range(10)] for number in range(4)}
 
 
+def asks_until_cancelled(group: RankGroup) -> None:
+    with pytest.raises(Cancelled):
+        group.request("steps", {"steps": 1000, "seconds": 0.1})
+
+
 def test_waiting_for_ones_turn_can_be_interrupted_too(group):
-    first = threading.Thread(target=group.request, args=("steps", {"steps": 10, "seconds": 0.1}))
+    first = threading.Thread(target=asks_until_cancelled, args=(group,))
     first.start()
     time.sleep(0.2)
-    started = time.monotonic()
 
     def poll():
         raise Interrupt
 
     with pytest.raises(Interrupt):
         group.request("ping", poll=poll)
-    assert time.monotonic() - started < 0.5
+    assert group.status()["busy"], "it has waited for the other one's end"
+    group.cancel()
     first.join(30)
 
 
@@ -308,13 +318,12 @@ def test_status_describes_every_rank(group):
 
 
 def test_status_does_not_wait_for_a_running_command(group):
-    runner = threading.Thread(target=group.request, args=("steps", {"steps": 10, "seconds": 0.1}))
+    runner = threading.Thread(target=asks_until_cancelled, args=(group,))
     runner.start()
     time.sleep(0.2)
-    started = time.monotonic()
-    status = group.status()
-    assert time.monotonic() - started < 0.2
+    status = group.status(timeout=AT_ONCE)
     assert status["busy"] and len(status["ranks"]) == 2
+    group.cancel()
     runner.join(30)
 
 
@@ -386,7 +395,7 @@ def test_cancels_at_random_moments_leave_the_group_usable(group, count):
     generator = random.Random(count)
     for _ in range(count):
         command, header = generator.choice(
-            [("steps", {"steps": 100, "seconds": 0.05}), ("alone", {"seconds": 0.3}), ("total", {"a": 1})]
+            [("steps", {"steps": 1000, "seconds": 0.05}), ("alone", {"seconds": 0.3}), ("total", {"a": 1})]
         )
         end = time.monotonic() + generator.choice([0.0, 0.01, generator.random() * 0.4])
         pressed = []
@@ -399,10 +408,10 @@ def test_cancels_at_random_moments_leave_the_group_usable(group, count):
         try:
             group.request(command, header, [torch.ones(10_000)], poll=poll)
         except Interrupt:
-            assert time.monotonic() - pressed[0] < 0.3
+            assert time.monotonic() - pressed[0] < AT_ONCE
         started = time.monotonic()
         assert group.request("total", {}, [torch.ones(2)]).tensors[0].tolist() == [2, 2]
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < AT_ONCE
 
 
 def test_many_small_tensors_cross(group):

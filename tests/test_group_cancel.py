@@ -56,7 +56,7 @@ def cancel_in(group: RankGroup, command: tuple[str, dict, list], seconds: float 
 
     with pytest.raises(Cancel):
         group.request(*command, poll=poll)
-    assert time.monotonic() - pressed < LIMIT / 2
+    assert group.alive, "it has waited for the end of the group"
 
 
 def ends_by_itself(group: RankGroup, seconds: float) -> str:
@@ -87,7 +87,7 @@ def test_a_rank_that_is_stopped_in_a_cancelled_command_ends_the_group_though_nob
     stopped = time.monotonic()
     cancel_in(group, command)
     failure = ends_by_itself(group, HEARTBEAT)
-    assert LIMIT - 1 < time.monotonic() - stopped < HEARTBEAT / 2
+    assert LIMIT - 1 < time.monotonic() - stopped < HEARTBEAT - LIMIT
     pid = processes[rank]
     assert failure.startswith(f"Rank {rank} (cpu, pid {pid}) has shown no sign of life for 5 s")
     assert "(it is stopped by a signal) in a cancelled command" in failure
@@ -102,7 +102,7 @@ def test_a_launcher_that_is_stopped_in_a_cancelled_command_ends_the_group_though
     cancel_in(group, STEPS)
     # The ranks go on and would end the command, but for this one.
     os.kill(processes[1], signal.SIGSTOP)
-    assert "The launcher of the ranks has not moved" in ends_by_itself(group, HEARTBEAT / 2)
+    assert "The launcher of the ranks has not moved" in ends_by_itself(group, HEARTBEAT - LIMIT)
     assert_nothing_left(processes, folder)
 
 
@@ -173,7 +173,7 @@ def test_of_several_machines_rank_0_finds_another_silent_sooner_in_a_cancelled_c
     running: list = []
     watch_of_rank_0(short, cancelled, lambda pulse: pulse.begin(7, "sample"), lambda p: p.tell_to_stop(7))
     watch_of_rank_0(short, running, lambda pulse: pulse.begin(7, "sample"), lambda p: p.tell_to_stop(6))
-    deadline = time.monotonic() + short / 2
+    deadline = time.monotonic() + short - 2
     while not cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
     assert cancelled and cancelled[0]["rank"] == 1 and "in a cancelled command" in cancelled[0]["cause"]
@@ -190,7 +190,7 @@ def test_the_client_of_several_machines_notices_a_silent_rank_0_in_the_backgroun
         cancel_in(group, STEPS)
         failure = ends_by_itself(group, short)
         found = re.search(r"Rank 0 \(cpu@a\) has shown no sign of life for (\d+) s", failure)
-        assert found and int(found[1]) < short / 2
+        assert found and int(found[1]) < short - 2
         with pytest.raises(RankError, match=re.escape(found[0])):
             group.request("ping")
         group.close()

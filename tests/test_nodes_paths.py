@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 from comfy_inprocess import in_comfy  # noqa: F401  a fixture
@@ -97,15 +96,20 @@ def test_a_new_model_is_seen_and_a_removed_one_forgotten(models):
     assert choices() == ["two.safetensors", "one"]
 
 
-def test_the_list_is_cheap_when_nothing_changed(models):
+def test_nothing_is_walked_or_opened_again_for_the_list_when_nothing_changed(models, monkeypatch):
+    from comfy_tp.comfy_tp_nodes import paths
+
     _, folders = models
     for number in range(200):
         model_folder(folders / f"model{number}" / "transformer")
     assert len(choices()) == 200
-    started = time.perf_counter()
-    for _ in range(5):
-        choices()
-    assert (time.perf_counter() - started) / 5 < 0.05
+    touched: list = []
+    look = paths._mtime
+    monkeypatch.setattr(paths, "holds_model", lambda folder: pytest.fail(f"{folder} is opened"))
+    monkeypatch.setattr(paths.FolderList, "_walk", lambda *_: pytest.fail("walked"))
+    monkeypatch.setattr(paths, "_mtime", lambda folder: touched.append(folder) or look(folder))
+    assert len(choices()) == 200
+    assert len(touched) <= 2 * 200 + 4
 
 
 def test_names_lead_to_the_file_or_to_the_folder_of_the_weights(models):

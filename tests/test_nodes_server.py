@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from comfy_inprocess import save_small_model
 from conftest import test_packs
-from group_processes import command_line, folder_of, launcher_of, still_running
+from group_processes import SOON, command_line, folder_of, launcher_of, still_running
 from safetensors.torch import load_file
 
 from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed, ExecutionInterrupted, PromptRefused
@@ -93,11 +93,9 @@ def test_three_prompts_with_a_cancel_in_the_second(server):
         third = server.post_prompt(graph(3, prefix="queue"), client_id=events.client_id)
         server.wait(first, 280)
         events.wait_for(lambda stream: stream.previews and progress_of(stream, second), 60)
-        cancelled = time.monotonic()
         server.interrupt()
         with pytest.raises(ExecutionInterrupted):
             server.wait(second, 30)
-        assert time.monotonic() - cancelled < 5
         entry = server.wait(third, 120)
     assert len(latents(server, "queue")) == 2 and not latents(server, "never")
     log = server.log()[start:]
@@ -180,8 +178,8 @@ def test_nothing_of_the_ranks_outlives_comfyui(signals):
         for number in signals:
             os.kill(server.pid, number)
             time.sleep(0.1)
-        assert still_running([*pids, launcher], 5) == []
-        deadline = time.monotonic() + 5
+        assert still_running([*pids, launcher], SOON) == []
+        deadline = time.monotonic() + SOON
         while folder.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not folder.exists()

@@ -90,13 +90,12 @@ def test_the_changelog_knows_this_version():
 
 def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
     code = (
-        "import sys, threading, time\n"
-        "start = time.perf_counter()\n"
+        "import sys, threading\n"
         "import comfy_tp, comfy_tp.core, comfy_tp.core.cli, comfy_tp.comfy_tp_nodes\n"
         "heavy = [name for name in ('torch', 'numpy', 'diffusers', 'transformers') if name in sys.modules]\n"
-        "print(heavy, threading.active_count(), time.perf_counter() - start < 0.2)"
+        "print(heavy, threading.active_count())"
     )
-    assert run_python(code) == "[] 1 True"
+    assert run_python(code) == "[] 1"
 
 
 def test_no_top_level_package_called_core_is_installed():

