@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_processes import COMMANDS, command_line, still_running
+from group_processes import COMMANDS, SOON, command_line, still_running
 
 from comfy_tp.core.errors import ConfigError, RankError
 from comfy_tp.core.ranks.client import RankGroup, check_devices
@@ -110,9 +110,9 @@ def test_a_start_that_takes_too_long_says_what_the_ranks_do_and_leaves_nothing(t
         RankError, match=r"did not start in time \(rank 0: (loading its commands|starting Python)\)"
     ):
         RankGroup.start(["cpu"], commands=f"{table}:COMMANDS", log_dir=tmp_path / "logs", start_timeout=8)
-    assert time.monotonic() - started < 14
+    assert time.monotonic() - started < 90  # 180 unless told otherwise
     if pids.exists():
-        assert still_running([int(pid) for pid in pids.read_text().split()], 3) == []
+        assert still_running([int(pid) for pid in pids.read_text().split()], SOON) == []
 
 
 def test_a_cancel_during_the_start_leaves_at_once(tmp_path):
@@ -127,7 +127,7 @@ def test_a_cancel_during_the_start_leaves_at_once(tmp_path):
 
     with pytest.raises(Interrupt):
         RankGroup.start(["cpu"], commands=COMMANDS, log_dir=tmp_path, poll=poll)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 90
 
 
 AS_COMFYUI_LOADS_IT = """
@@ -146,11 +146,13 @@ assert "comfy_tp" not in sys.modules
 """
 
 
-def test_ranks_start_from_a_folder_of_any_name_without_a_resolvable_hostname(tmp_path):
-    folder = tmp_path / "custom_nodes" / "comfy-tp (2)"
-    folder.mkdir(parents=True)
-    shutil.copy(ROOT / "__init__.py", folder)
-    shutil.copytree(ROOT / "core", folder / "core", ignore=shutil.ignore_patterns("__pycache__"))
+def test_ranks_start_from_a_linked_folder_of_any_name_without_a_resolvable_hostname(tmp_path):
+    pack, folder = tmp_path / "pack", tmp_path / "custom_nodes" / "comfy-tp (2)"
+    for made in (pack, folder.parent):
+        made.mkdir()
+    shutil.copy(ROOT / "__init__.py", pack)
+    shutil.copytree(ROOT / "core", pack / "core", ignore=shutil.ignore_patterns("__pycache__"))
+    folder.symlink_to(pack)
     command = [sys.executable, "-c", AS_COMFYUI_LOADS_IT, str(folder), COMMANDS, str(tmp_path / "logs")]
     unshare = shutil.which("unshare")
     probe = [unshare or "unshare", "--uts", "--map-root-user", "true"]
@@ -164,6 +166,8 @@ def test_ranks_start_from_a_folder_of_any_name_without_a_resolvable_hostname(tmp
     seen = json.loads(done.stdout)
     assert seen["package"] == str(folder / "__init__.py")
     assert seen["env"] == [{"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}] * 2
+    # Its modules would stand before others of the same names.
+    assert not [path for path in seen["path"] if path.endswith("core/ranks")]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_ranks_that_are_not_forked_are_pythons_of_their_own(tmp_path):
         assert ["comfy_tp rank 0/2 cpu" in lines[0], "comfy_tp rank 1/2 cpu" in lines[1]] == [True, True]
         answer = group.request("total", tensors=[torch.ones(3)])
         assert torch.equal(answer.tensors[0], torch.full((3,), 2.0, dtype=torch.float64))
-    assert still_running(group.pids, 3) == []
+    assert still_running(group.pids, SOON) == []
 
 
 def test_ranks_on_cuda_devices_are_never_forked():

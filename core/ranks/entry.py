@@ -24,6 +24,7 @@ def register_package() -> None:
 
 def main() -> None:
     # argv: this file, what to be (shown by ps), then for the launcher its log folder, for a rank its folder and number.
+    # Python has followed the links in it, such as that of a pack that is linked into custom_nodes.
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]
     # diffusers imports peft wherever it is installed, which takes a second and a half; the ranks apply LoRAs themselves.
