@@ -171,7 +171,7 @@ def test_shards_that_are_to_give_way_do_so_to_an_encoder_that_can_stream_too(mon
     loaded = load_tp(NAME)
     management = freeing(monkeypatch, 1 << 40)
     on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
-    monkeypatch.setattr("comfy_tp.core.remote.RemoteModel.park", lambda remote, *, poll=None: 1)
+    monkeypatch.setattr("comfy_tp.core.calls.remote.RemoteModel.park", lambda remote, *, poll=None: 1)
     model = load_tp_again(loaded, policy)
     freeing(monkeypatch, 1000)
     no_margins(management, monkeypatch)

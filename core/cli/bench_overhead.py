@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
     """Start the ranks, make the calls, print the milliseconds of one; the checkpoint is removed."""
-    from ..ranks.client import RankGroup
     from ..calls.remote import RemoteModel
+    from ..ranks.client import RankGroup
     from .bench_load import CONFIG, make_checkpoint
 
     folder = Path(tempfile.mkdtemp(prefix="comfy-tp-bench-"))
