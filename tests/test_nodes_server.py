@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed, ExecutionInterrupted, PromptRefused
 
 MODEL = "server-flux2"
+RUNS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,11 @@ def server(comfy: ComfyServer) -> ComfyServer:
 def graph(
     seed: int = 1, steps: int = 3, *, prefix: str = "image", size: int = 64, **changes: Any
 ) -> dict[str, Any]:
-    """Text to image through the stock KSampler, and the status after it. Changes are to the loader's inputs."""
+    """Text to image through the stock KSampler, and the status after it. Changes are to the loader's inputs.
+
+    The sampler has an input that it does not read, so that newer ComfyUIs, which remember more than the last prompt, run
+    it for equal graphs too.
+    """
     loader = {"model": MODEL, "degree": 2, "devices": "auto", "dtype": "default", "policy": "keep", **changes}
     width = loader.pop("width", 48)
     sampler = {
@@ -43,6 +49,7 @@ def graph(
         "negative": ["3", 0],
         "latent_image": ["4", 0],
         "denoise": 1.0,
+        "run": next(RUNS),
     }
     empty = {"width": size, "height": size, "batch_size": 1}
     return {
