@@ -113,8 +113,8 @@ def safetensors_names(kind: str) -> list[str]:
 def component_path(component: Component, name: str) -> Path:
     """The file, or the folder with the component's weights, that a name from `choices` means.
 
-    Raises `ConfigError` for a name that leads out of ComfyUI's model folders (absolute, `..`, a link to elsewhere)
-    or that is not there.
+    Links that lie in a model folder are followed, as `_follow` says. Raises `ConfigError` for a name that leads out of
+    ComfyUI's model folders by itself (absolute, `..`), and for one that is not in the list.
     """
     if not isinstance(name, str):
         raise ConfigError(
@@ -133,14 +133,14 @@ def component_path(component: Component, name: str) -> Path:
             f"added in extra_model_paths.yaml."
         )
     roots = [Path(root) for kind in component.folders for root in folder_paths.get_folder_paths(kind)]
-    for root in roots:
+    for root in roots if str(pure) in choices(component) else []:
         path = root / pure
         if os.path.isdir(path) and not holds_model(path) and holds_model(path / component.name):
             path = path / component.name
         if (os.path.isfile(path) and component.single_files) or holds_model(path):
             for part in (path, *(path.parent / folder for folder in component.beside)):
                 if part.exists():
-                    _stay_inside(component, part, roots, name)
+                    _follow(component, part, root, roots, name)
             return path
     raise ConfigError(
         f"{component.input}: there is no '{name}' in {' or '.join(component.folders)}. Put it there, press R to refresh "
@@ -165,18 +165,30 @@ def holds_model(folder: str | os.PathLike[str]) -> bool:
     return any(name.endswith(SAFETENSORS_SUFFIXES) for name in os.listdir(folder))
 
 
-def _stay_inside(component: Component, path: Path, roots: list[Path], name: str) -> None:
+def _follow(component: Component, path: Path, root: Path, roots: list[Path], name: str) -> None:
+    """Raise `ConfigError` where more than one link to a folder leads out of the model folders on the way to `path`.
+
+    Who put a link into a model folder wants it followed: a link to a file, and one to a folder of files, which may be
+    links themselves as in the hub's cache. Links to folders in such a folder may come with it from elsewhere.
+    """
     if os.environ.get(FOLLOW_LINKS) == "1":
         return
-    allowed = [root.resolve() for root in roots]
+    allowed = [folder.resolve() for folder in roots]
     files = [path] if path.is_file() else [path, *path.iterdir()]
     for file in files:
-        real = file.resolve()
-        if not any(real.is_relative_to(root) for root in allowed):
-            raise ConfigError(
-                f"{component.input}: '{name}' is a link to {real}, outside ComfyUI's model folders. Name that folder in "
-                f"extra_model_paths.yaml, or start ComfyUI with {FOLLOW_LINKS}=1 to follow links."
-            )
+        left = root
+        links = 0
+        for part in file.relative_to(root).parts:
+            left = left / part
+            real = left.resolve()
+            if left.is_symlink() and left.is_dir() and not any(real.is_relative_to(one) for one in allowed):
+                links += 1
+            if links > 1:
+                raise ConfigError(
+                    f"{component.input}: '{name}' leads through {left}, a link in a linked folder, to {real}. Put a link "
+                    f"to that folder into one of ComfyUI's model folders, name it in extra_model_paths.yaml, or start "
+                    f"ComfyUI with {FOLLOW_LINKS}=1 to follow all links."
+                )
 
 
 def _mtime(folder: str) -> int:

@@ -9,9 +9,11 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..core.calls.remote import ModelInfo, RemoteModel
+from ..core.checkpoint.files import identities
 from ..core.errors import ConfigError, RankError
 from ..core.ranks.client import RankGroup
 from . import groups
@@ -115,9 +117,11 @@ class ShardedModel:
             return self.remote
 
     def _load_on(self, group: RankGroup, on_progress: Progress | None, poll: Poll | None) -> RemoteModel:
+        here = self.placement.address is None  # elsewhere the same path leads to another disk
         return RemoteModel.load(
             group,
             self.source.path,
+            files=identities(Path(self.source.path)) if here else None,
             kind=self.source.kind,
             dtype=self.dtype,
             on_progress=self._told(on_progress),

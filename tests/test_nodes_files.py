@@ -180,6 +180,23 @@ def test_every_byte_of_a_single_file_is_read_once(dev, models, degree):
     assert held <= sum(info.bytes_read) <= READ_ONCE * path.stat().st_size
 
 
+def test_the_ranks_read_through_a_link_to_another_disk_and_refuse_a_file_that_took_its_place(
+    dev, models, monkeypatch
+):
+    from comfy_tp.comfy_tp_nodes import sharded
+
+    blob = save_single_file(models.parent / "blob", single_file_tensors(dev))  # as the hub's cache names it
+    link = models / "linked.safetensors"
+    link.symlink_to(blob)
+    with monkeypatch.context() as patched:
+        patched.setattr(sharded, "identities", lambda path: {str(blob): [0, 0]})
+        with pytest.raises(
+            CheckpointError, match=r"linked\.safetensors: the file that was chosen is not the one"
+        ):
+            load_tp(link.name)
+    assert load_tp(link.name).sharded.info.layout == "FLUX.2 single file"
+
+
 def test_the_shards_of_an_fp8_file_take_half_of_those_of_a_bf16_file(dev, models):
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in single_file_tensors(dev).items()}
     held, metadata, _ = fp8_tensors(tensors, "metadata", quantised=EVERYTHING)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
+import torch
 from comfy_inprocess import in_comfy  # noqa: F401  a fixture
+from safetensors.torch import save_file
 
+from comfy_tp.core.checkpoint.files import Checkpoint, check_identities, identities
+from comfy_tp.core.checkpoint.reader import read_whole
 from comfy_tp.core.errors import CheckpointError, ConfigError
 
 
@@ -150,22 +155,82 @@ def test_rank_files_are_refused_by_name(models):
         ModelSource.open(path_of("saved shards"))
 
 
-def test_a_link_to_elsewhere_is_refused_unless_the_owner_allows_it(models, tmp_path, monkeypatch):
+def test_links_to_another_disk_are_followed_for_listed_names(models, tmp_path):
+    """To a file, to a folder of files, to a folder of the hub's cache whose weights are links; at any depth of the list."""
     files, folders = models
-    outside = tmp_path / "outside.safetensors"
-    outside.write_bytes(b"")
-    (files / "link.safetensors").symlink_to(outside)
+    disk = tmp_path / "disk"
+    model_folder(disk / "many", config=False, weights="one.safetensors")
+    (disk / "blob").write_bytes(b"")
+    snapshot = model_folder(disk / "hub" / "snapshots" / "1" / "transformer", weights="")
+    (snapshot / "model.safetensors").symlink_to(disk / "blob")
+    (files / "link.safetensors").symlink_to(disk / "many" / "one.safetensors")
+    (files / "sub").mkdir()
+    (files / "sub" / "blob.safetensors").symlink_to(disk / "blob")
+    (files / "many").symlink_to(disk / "many")
+    (folders / "hub").symlink_to(disk / "hub" / "snapshots" / "1")
     model_folder(folders / "linked weights", weights="")
-    (folders / "linked weights" / "model.safetensors").symlink_to(outside)
-    (folders / "linked folder").symlink_to(model_folder(tmp_path / "elsewhere"))
-    for name in ("link.safetensors", "linked weights", "linked folder"):
+    (folders / "linked weights" / "model.safetensors").symlink_to(disk / "blob")
+    names = ["link.safetensors", "many/one.safetensors", "sub/blob.safetensors", "hub", "linked weights"]
+    assert choices() == names
+    assert path_of("many/one.safetensors") == files / "many" / "one.safetensors"
+    assert path_of("hub") == folders / "hub" / "transformer"
+    assert all(path_of(name).exists() for name in names)
+
+
+def test_a_link_to_a_folder_behind_a_linked_folder_is_refused_unless_the_owner_allows_it(
+    models, tmp_path, monkeypatch
+):
+    files, folders = models
+    elsewhere = model_folder(tmp_path / "elsewhere", weights="model.safetensors")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "more").symlink_to(elsewhere)
+    (folders / "disk").symlink_to(tmp_path / "disk")
+    (files / "disk").symlink_to(tmp_path / "disk")
+    (elsewhere / "own.safetensors").write_bytes(b"")
+    assert choices() == ["disk/more/own.safetensors", "disk/more"]
+    for name in choices():
         with pytest.raises(
-            ConfigError, match=r"is a link to .*outside ComfyUI's model folders.*extra_model_paths"
+            ConfigError, match=rf"'{name}' leads through .*disk/more, a link .*to {elsewhere}\."
         ):
             path_of(name)
     monkeypatch.setenv("COMFY_TP_FOLLOW_LINKS", "1")
-    assert path_of("link.safetensors") == files / "link.safetensors"
-    assert path_of("linked folder") == folders / "linked folder"
+    assert path_of("disk/more") == files / "disk" / "more"
+
+
+def test_a_file_that_is_not_listed_is_refused_though_it_is_there(models):
+    files, _ = models
+    (files / "old.ckpt").write_bytes(b"")
+    model_folder(files / ".hidden")
+    for name in ("old.ckpt", ".hidden"):
+        with pytest.raises(ConfigError, match=f"there is no '{re.escape(name)}'"):
+            path_of(name)
+
+
+def test_the_ranks_open_the_file_that_the_link_led_to_and_no_other(tmp_path):
+    first, second, link = (tmp_path / name for name in ("first", "second", "link.safetensors"))
+    for path in (first, second):
+        save_file({"a": torch.zeros(2)}, path)
+    link.symlink_to(first)
+    chosen = identities(link)
+    assert list(chosen) == [str(first)]
+    checkpoint = Checkpoint.open(link)
+    check_identities(checkpoint, chosen)
+    link.unlink()
+    link.symlink_to(second)
+    with pytest.raises(
+        CheckpointError, match=f"the ranks opened .{second}.: it or a link to it was replaced"
+    ):
+        check_identities(Checkpoint.open(link), chosen)
+    assert set(read_whole(checkpoint)) == {"a"}  # of the first file
+    times = first.stat().st_mtime_ns
+    os.replace(second, first)
+    os.utime(first, ns=(times, times))
+    with pytest.raises(CheckpointError, match="the file changed since its header was read"):
+        read_whole(checkpoint)
+    link.unlink()
+    link.symlink_to(first)
+    with pytest.raises(CheckpointError, match="was replaced meanwhile"):
+        check_identities(Checkpoint.open(link), chosen)
 
 
 def test_links_within_the_model_folders_and_linked_roots_are_fine(models, tmp_path, monkeypatch):
@@ -194,18 +259,19 @@ def test_a_model_that_is_gone_says_so(models):
         path_of("gone.safetensors")
 
 
-def test_a_tokenizer_folder_that_is_a_link_to_elsewhere_is_refused(models, tmp_path, monkeypatch):
+def test_a_tokenizer_folder_may_be_a_link_but_not_behind_a_linked_folder(models, tmp_path):
     from comfy_tp.comfy_tp_nodes.paths import TEXT_ENCODER, component_path
 
     _, folders = models
-    encoder = model_folder(folders / "pipe" / "text_encoder", weights="model.safetensors")
     outside = tmp_path / "outside"
     outside.mkdir()
-    (folders / "pipe" / "tokenizer").symlink_to(outside)
-    with pytest.raises(ConfigError, match=f"'pipe' is a link to {outside}, outside ComfyUI's model folders"):
-        component_path(TEXT_ENCODER, "pipe")
-    monkeypatch.setenv("COMFY_TP_FOLLOW_LINKS", "1")
-    assert component_path(TEXT_ENCODER, "pipe") == encoder
+    for pipe in (folders / "pipe", tmp_path / "disk"):
+        model_folder(pipe / "text_encoder", weights="model.safetensors")
+        (pipe / "tokenizer").symlink_to(outside)
+    (folders / "linked").symlink_to(tmp_path / "disk")
+    assert component_path(TEXT_ENCODER, "pipe") == folders / "pipe" / "text_encoder"
+    with pytest.raises(ConfigError, match=f"'linked' leads through .*tokenizer, a link .*to {outside}"):
+        component_path(TEXT_ENCODER, "linked")
 
 
 @pytest.mark.parametrize("name", [5, None, ["a"], "a" * 5000, "\ud800"])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import Checkpoint, resolve_source
+from ..checkpoint.files import Checkpoint, check_identities, resolve_source
 from ..errors import CheckpointError, ConfigError, InputError
 from ..load import DTYPES, open_model
 from ..lora.wire import read_patches
@@ -57,6 +57,8 @@ def load(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> R
         )
     location = resolve_source(header["source"])
     checkpoint = Checkpoint.open(location)
+    if header.get("files") is not None:
+        check_identities(checkpoint, header["files"])
     if header["kind"] == "text_encoder":
         opened = text_encoder.open_text_encoder(checkpoint, ranks.degree)
     elif header["kind"] == "vae":

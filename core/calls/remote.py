@@ -99,6 +99,7 @@ class RemoteModel:
         *,
         kind: str = "transformer",
         dtype: str = "default",
+        files: dict[str, list[int]] | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
         poll: Poll | None = None,
     ) -> RemoteModel:
@@ -106,7 +107,8 @@ class RemoteModel:
 
         `kind`: "transformer", "text_encoder" or "vae" (both folders of a FLUX.2 pipeline).
         `dtype`: "default" (as stored), "float32", "bfloat16", "float16", "float8_e4m3fn". `on_progress(bytes_done,
-        bytes_total, gb_per_second)` runs in this thread. Raises `CheckpointError`, `PlanError`, `ConfigError`.
+        bytes_total, gb_per_second)` runs in this thread. With `files` (`identities`) the ranks of this machine refuse others
+        than these. Raises `CheckpointError`, `PlanError`, `ConfigError`.
         """
         model_id = f"m{next(cls._ids)}"
 
@@ -119,6 +121,7 @@ class RemoteModel:
             "kind": kind,
             "source": str(source),
             "dtype": dtype,
+            "files": files,
         }
         reply = group.request("load", header, on_event=event, poll=poll)
         return cls(group, model_id, ModelInfo(**reply.header["info"]))

@@ -127,6 +127,26 @@ def locate_weights(location: Path, variant: str | None = None) -> WeightFiles:
     return _only_candidate(location)
 
 
+def identities(location: Path) -> dict[str, list[int]]:
+    """Where the weight files at `location` lie when links are followed, each with its device and inode."""
+    found = {}
+    for path in locate_weights(location).paths:
+        real = os.path.realpath(path)
+        status = os.stat(real)
+        found[real] = [status.st_dev, status.st_ino]
+    return found
+
+
+def check_identities(checkpoint: Checkpoint, expected: dict[str, list[int]]) -> None:
+    """Raise `CheckpointError` unless the files that were opened are those of which `identities` spoke."""
+    for header in checkpoint.headers:
+        if expected.get(header.real) != [header.device, header.inode]:
+            raise CheckpointError(
+                f"{header.path}: the file that was chosen is not the one that the ranks opened ({header.real}): it or a "
+                f"link to it was replaced meanwhile. Queue the prompt again."
+            )
+
+
 def _names(stem: str, variant: str | None) -> tuple[str, tuple[str, ...]]:
     if variant is None:
         return f"{stem}.safetensors", (f"{stem}.safetensors.index.json",)

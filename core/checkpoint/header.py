@@ -79,13 +79,19 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All that a safetensors file says about itself."""
+    """All that a safetensors file says about itself.
+
+    `real` is where the file lies when links are followed; with `device` and `inode` it says which file it is.
+    """
 
     path: str
     entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
     size: int = 0
     mtime_ns: int = 0
+    real: str = ""
+    device: int = 0
+    inode: int = 0
 
 
 def read_header(path: str | os.PathLike) -> Header:
@@ -94,8 +100,9 @@ def read_header(path: str | os.PathLike) -> Header:
     Raises `CheckpointError`, naming the file, the tensor and what is wrong, for every malformed file.
     """
     path = os.fspath(path)
+    real = os.path.realpath(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"No such weight file: {path}. Check the path, or download the file.") from None
     except OSError as error:
@@ -111,7 +118,8 @@ def read_header(path: str | os.PathLike) -> Header:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
     finally:
         os.close(descriptor)
-    return Header(path, entries, metadata, status.st_size, status.st_mtime_ns)
+    known = (status.st_size, status.st_mtime_ns, real, status.st_dev, status.st_ino)
+    return Header(path, entries, metadata, *known)
 
 
 def _parse(path: str, descriptor: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:

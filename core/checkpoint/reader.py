@@ -427,11 +427,13 @@ def _open_files(checkpoint: Checkpoint, paths: set[str]) -> dict[str, int]:
     descriptors: dict[str, int] = {}
     try:
         for path in sorted(paths):
-            descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            header = headers[path]
+            descriptors[path] = os.open(header.real, os.O_RDONLY | os.O_CLOEXEC)
             status = os.fstat(descriptors[path])
-            if (status.st_size, status.st_mtime_ns) != (headers[path].size, headers[path].mtime_ns):
+            found = (status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+            if found != (header.size, header.mtime_ns, header.device, header.inode):
                 raise CheckpointError(
-                    f"{path}: the file changed since its header was read ({headers[path].size} bytes then, "
+                    f"{path}: the file changed since its header was read ({header.size} bytes then, "
                     f"{status.st_size} now). Wait until it is written completely, then load again."
                 )
     except OSError as error:
