@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import folder_paths
 
-from ..core.checkpoint.files import RANK_FILE, SAFETENSORS_SUFFIXES, STEMS
+from ..core.checkpoint.files import RANK_FILE, STEMS, is_safetensors
 from ..core.errors import ConfigError
 
 # Names of the weights in a folder that is a model as a whole.
@@ -107,7 +107,7 @@ def choices(component: Component) -> list[str]:
 def safetensors_names(kind: str) -> list[str]:
     """The safetensors files in ComfyUI's folders of that kind, by ComfyUI's names; others may hold pickles."""
     names = folder_paths.get_filename_list(kind)
-    return [name for name in names if name.lower().endswith(SAFETENSORS_SUFFIXES)]
+    return [name for name in names if is_safetensors(name)]
 
 
 def component_path(component: Component, name: str) -> Path:
@@ -162,7 +162,7 @@ def holds_model(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder` holds a config.json and safetensors weights."""
     if not os.path.isfile(os.path.join(folder, "config.json")):
         return False
-    return any(name.endswith(SAFETENSORS_SUFFIXES) for name in os.listdir(folder))
+    return any(is_safetensors(name) for name in os.listdir(folder))
 
 
 def _follow(component: Component, path: Path, root: Path, roots: list[Path], name: str) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint.files import SAFETENSORS_SUFFIXES, Checkpoint
+from ..core.checkpoint.files import Checkpoint, is_safetensors
 from ..core.checkpoint.header import TensorEntry
+from ..core.checkpoint.parts import transformer_of
 from ..core.checkpoint.settings import config_path
 from ..core.errors import CheckpointError, UnsupportedError
 from ..core.load import OpenedModel, config_of
@@ -48,7 +49,7 @@ class ModelSource:
 
         Raises `CheckpointError` for damaged or foreign files, `UnsupportedError` for a class without a plan.
         """
-        checkpoint = Checkpoint.open(path)
+        checkpoint = transformer_of(Checkpoint.open(path))
         architecture, config = _recognise(checkpoint)
         stored, values = _sizes(checkpoint.entries.values())
         return cls(str(path), architecture, config, fingerprint(path), stored, values)
@@ -86,7 +87,7 @@ def fingerprint(path: Path) -> Fingerprint:
         settings = config_path(path)
         files = [path, settings] if settings.is_file() else [path]
     else:
-        files = sorted(p for p in path.iterdir() if p.suffix in (".json", *SAFETENSORS_SUFFIXES))
+        files = sorted(p for p in path.iterdir() if p.suffix == ".json" or is_safetensors(p.name))
     found = []
     for file in files:
         status = file.stat()

@@ -17,6 +17,7 @@ from .checkpoint import quant
 from .checkpoint.broadcast import raise_together
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import IDENTITY, FileLayout, Piece, Wanted, check, choose_layout
+from .checkpoint.parts import transformer_of
 from .checkpoint.reader import ReadReport, read_shards
 from .checkpoint.settings import check_settings, config_path
 from .errors import CheckpointError, ConfigError, UnsupportedError
@@ -160,6 +161,7 @@ def open_model(checkpoint: Checkpoint, *, model_class: type | None = None) -> Op
     Raises `CheckpointError` when it is neither, when its settings make no model, or tensors are missing, unknown or of the
     wrong shape.
     """
+    checkpoint = transformer_of(checkpoint)
     given = config_of(checkpoint)
     if given is not None:
         config = dict(given)

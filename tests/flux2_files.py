@@ -49,6 +49,19 @@ def single_file_tensors(model, prefix: str = "") -> dict[str, torch.Tensor]:
     return file_tensors(BFL_FLUX2, dict(model.named_parameters()), prefix=prefix)
 
 
+def beside_a_transformer() -> dict[str, torch.Tensor]:
+    """What an all-in-one checkpoint holds besides `model.diffusion_model.*`, as ComfyUI writes it."""
+    names = (
+        "vae.decoder.conv_in.weight",
+        "text_encoders.t5xxl.transformer.shared.weight",
+        "text_encoders.t5xxl.logit_scale",
+        "text_encoders.clip_l.transformer.text_model.final_layer_norm.weight",
+    )
+    held = {name: torch.ones(4, 4) for name in names}
+    held["text_encoders.t5xxl.scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    return held
+
+
 def save_single_file(
     path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> Path:

@@ -21,7 +21,7 @@ from comfy_inprocess import (
     relative_error,
     save_small_model,
 )
-from flux2_files import fp8_tensors, save_single_file, single_file_tensors, small_flux2
+from flux2_files import beside_a_transformer, fp8_tensors, save_single_file, single_file_tensors, small_flux2
 from installed import skip_without
 from weight_files import tensor as raw_tensor
 from weight_files import write_raw
@@ -100,7 +100,9 @@ def combined(model: Any, method: str = "index") -> torch.Tensor:
 
 @pytest.mark.parametrize(("degree", "prefix"), [(2, "model.diffusion_model."), (4, "")])
 def test_a_single_file_gives_what_comfyuis_own_loader_gives(dev, models, monkeypatch, degree, prefix):
-    path = save_single_file(models / f"plain-{degree}.safetensors", single_file_tensors(dev, prefix))
+    beside = beside_a_transformer() if prefix else {}  # an all-in-one checkpoint
+    tensors = {**beside, **single_file_tensors(dev, prefix)}
+    path = save_single_file(models / f"plain-{degree}.SAFETENSORS", tensors)
     sharded, native = load_tp(path.name, degree), stock(path, monkeypatch)
     assert sharded.sharded.info.layout == "FLUX.2 single file"
     for method in ("index", "offset", "uxo") if degree == 2 else ("index",):

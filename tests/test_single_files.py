@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from flux2_files import call_inputs, fp8_tensors, save_single_file, single_file_tensors, small_flux2
+from flux2_files import (
+    beside_a_transformer,
+    call_inputs,
+    fp8_tensors,
+    save_single_file,
+    single_file_tensors,
+    small_flux2,
+)
 from thread_ranks import on_ranks
 from weight_files import MODEL_DAMAGES, damaged
 
@@ -439,6 +446,73 @@ def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, n
 
     for result in on_ranks(2, work):
         assert rel_l2(result, want) <= 1e-6
+
+
+@pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("flux", "schnell"), ("flux2", "dev")])
+@pytest.mark.parametrize("prefix", PREFIXES[:2])
+def test_single_files_in_diffusers_names_are_recognised_without_a_config_json(
+    tmp_path, name, example, prefix
+):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    architecture, model, inputs = other_model(name, example)
+    tensors = {f"{prefix}{key}": tensor for key, tensor in model.named_parameters()}
+    path = save_single_file(tmp_path / "model.safetensors", tensors)
+    opened = open_model(Checkpoint.open(path))
+    assert (opened.architecture.name, opened.layout.name) == (name, "diffusers")
+    for key, value in architecture.examples[example].items():
+        assert opened.config.get(key, model.config[key]) == value, key
+    assert ModelSource.open(path).heads == model.config["num_attention_heads"]
+    with torch.inference_mode():
+        want = model(**inputs, return_dict=False)[0]
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks)
+        with torch.inference_mode():
+            return loaded(**inputs, return_dict=False)[0]
+
+    for result in on_ranks(2, work):
+        assert rel_l2(result, want) <= 1e-6
+
+
+@pytest.mark.parametrize("style", ["plain", "metadata", "scaled_fp8"])
+def test_of_a_file_with_a_whole_pipeline_the_transformer_is_read(tmp_path, model, style):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    held, metadata = single_file_tensors(model, "model.diffusion_model."), {}
+    if style != "plain":
+        held, metadata, _ = fp8_tensors(held, style, prefix="model.diffusion_model.")
+    alone = save_single_file(tmp_path / "alone.safetensors", held, metadata)
+    if metadata:
+        described = json.loads(metadata["_quantization_metadata"])
+        described["layers"]["text_encoders.t5xxl.encoder.block.0.wi"] = {"format": "float8_e4m3fn"}
+        metadata = {"_quantization_metadata": json.dumps(described)}
+    whole = save_single_file(tmp_path / "whole.safetensors", {**beside_a_transformer(), **held}, metadata)
+    assert torch.equal(sharded_velocity(whole, 2, call_inputs()), sharded_velocity(alone, 2, call_inputs()))
+    assert ModelSource.open(whole).stored == ModelSource.open(alone).stored
+    stranger = {**beside_a_transformer(), **held, "control_model.weight": torch.zeros(2, 2)}
+    path = save_single_file(tmp_path / "stranger.safetensors", stranger, metadata)
+    with pytest.raises(CheckpointError, match=r"unknown tensor 'control_model\.weight'"):
+        open_model(Checkpoint.open(path))
+
+
+def test_a_qwen_image_file_with_a_whole_pipeline_is_recognised(tmp_path):
+    architecture, other, _ = other_model("qwenimage", "base")
+    held = {f"model.diffusion_model.{name}": tensor for name, tensor in other.named_parameters()}
+    path = save_single_file(tmp_path / "whole.safetensors", {**held, **beside_a_transformer()})
+    assert set(open_model(Checkpoint.open(path)).pieces) == set(dict(other.named_parameters()))
+
+
+def test_a_name_in_capitals_is_that_of_a_safetensors_file(tmp_path, model):
+    path = save_single_file(tmp_path / "MODEL.SAFETENSORS", single_file_tensors(model))
+    assert open_model(Checkpoint.open(path)).layout is BFL_FLUX2
+    model.save_pretrained(tmp_path / "folder")
+    weights = tmp_path / "folder" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_name("FLUX.Safetensors"))
+    assert open_model(Checkpoint.open(tmp_path / "folder")).config["num_layers"] == 2
+    (tmp_path / "X.CKPT").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"X\.CKPT is not a safetensors file"):
+        Checkpoint.open(tmp_path / "X.CKPT")
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.soak)])

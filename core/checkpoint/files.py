@@ -26,6 +26,11 @@ REPOSITORY_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 RANK_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
 
 
+def is_safetensors(name: str) -> bool:
+    """Whether a file of that name holds safetensors; ComfyUI lists names in capitals too."""
+    return name.lower().endswith(SAFETENSORS_SUFFIXES)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """All tensors of a model's safetensors files, from their headers.
@@ -160,11 +165,7 @@ def _only_candidate(folder: Path) -> WeightFiles:
     """Weights under other names (a variant, or a file's own name) if there is exactly one set of them."""
     names = sorted(name for name in os.listdir(folder) if (folder / name).is_file())
     indexes = [name for name in names if re.search(r"\.safetensors\.index(\.[\w-]+)?\.json$", name)]
-    singles = [
-        name
-        for name in names
-        if name.endswith(SAFETENSORS_SUFFIXES) and not re.search(r"-\d+-of-\d+\b", name)
-    ]
+    singles = [name for name in names if is_safetensors(name) and not re.search(r"-\d+-of-\d+\b", name)]
     if len(indexes) + len(singles) > 1:
         raise CheckpointError(
             f"{folder} holds several sets of weights: {', '.join(indexes + singles)}. Give the file itself, or choose "
@@ -174,7 +175,7 @@ def _only_candidate(folder: Path) -> WeightFiles:
         return _indexed(folder / indexes[0])
     if singles:
         return WeightFiles((os.fspath(folder / singles[0]),))
-    shards = [name for name in names if name.endswith(SAFETENSORS_SUFFIXES)]
+    shards = [name for name in names if is_safetensors(name)]
     if shards:
         _refuse_rank_file(folder, shards[0])
         raise CheckpointError(
@@ -186,7 +187,7 @@ def _only_candidate(folder: Path) -> WeightFiles:
             f"{folder} is a pipeline folder, not a model. Name the component with subfolder=, for example "
             f"subfolder='transformer'; it has: {', '.join(parts) or 'nothing'}."
         )
-    others = [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]
+    others = [name for name in names if name.lower().endswith(OTHER_WEIGHT_SUFFIXES)]
     if others:
         _require_safetensors(folder / others[0])
     raise CheckpointError(f"{folder} holds no safetensors weights. It has: {_listing(folder)}.")
@@ -205,9 +206,9 @@ def _refuse_rank_file(folder: Path, name: str) -> None:
 
 def _require_safetensors(path: Path) -> None:
     """R16: shards are read by byte range, so other formats are refused by name."""
-    if path.name.endswith(SAFETENSORS_SUFFIXES):
+    if is_safetensors(path.name):
         return
-    if path.name.endswith(".gguf"):
+    if path.name.lower().endswith(".gguf"):
         advice = "GGUF weights are not supported yet; use the bf16 or fp8 .safetensors file of the model"
     else:
         advice = (
@@ -306,7 +307,7 @@ def resolve_source(
     if (
         not REPOSITORY_ID.match(name)
         or ".." in name
-        or name.endswith(SAFETENSORS_SUFFIXES + OTHER_WEIGHT_SUFFIXES)
+        or name.lower().endswith(SAFETENSORS_SUFFIXES + OTHER_WEIGHT_SUFFIXES)
     ):
         raise CheckpointError(
             f"No such model: '{name}' is neither a file or folder here nor the id of a hub repository (owner/name)."

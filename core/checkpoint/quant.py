@@ -16,6 +16,7 @@ from ..tp.fp8 import FP8, Scales
 from ..wording import quote, short
 from .files import Checkpoint
 from .header import TensorEntry
+from .parts import BESIDE
 from .strict_json import DamagedJSON, parse_object
 
 FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -117,6 +118,8 @@ def _declared(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
                 f"{checkpoint.path}: `_quantization_metadata` lists no layers. Download the file again."
             )
         for module, settings in layers.items():
+            if module.startswith(BESIDE) and f"{module}.weight" not in checkpoint.entries:
+                continue  # a text encoder's, in a file that holds a whole pipeline
             declared[_with_prefix(checkpoint, module)] = _settings(settings)
     for name, entry in checkpoint.entries.items():
         if name.endswith(".comfy_quant"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from ..tp.shard import ShardSpec
 from .broadcast import raise_together
-from .files import RANK_FILE, SAFETENSORS_SUFFIXES, Checkpoint
+from .files import RANK_FILE, Checkpoint, is_safetensors
 from .header import read_header
 from .layout import Piece, Wanted
 from .reader import ReadReport, default_threads, read_shards
@@ -133,7 +133,7 @@ def other_weights(folder: Path) -> list[str]:
     return sorted(
         name
         for name in os.listdir(folder)
-        if name.endswith(SAFETENSORS_SUFFIXES) and not name.startswith(".") and not RANK_FILE.fullmatch(name)
+        if is_safetensors(name) and not name.startswith(".") and not RANK_FILE.fullmatch(name)
     )
 
 

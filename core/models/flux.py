@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
 from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes
@@ -19,6 +18,7 @@ from ..tp.plan import PackedRowwiseParallel
 from .architecture import Architecture
 from .flux_layout import BFL_FLUX, detect
 from .modulation import join
+from .single_file import DIFFUSERS_FILE
 from .tokens import grid_tokens, image_ids, text_ids, unflatten_latent
 
 PLAN = {
@@ -173,7 +173,7 @@ ARCHITECTURE = Architecture(
     name="flux",
     model_class="FluxTransformer2DModel",
     plan=PLAN,
-    layouts=(BFL_FLUX, IDENTITY),
+    layouts=(BFL_FLUX, DIFFUSERS_FILE),
     detect=detect,
     bind=bind,
     merged=merged,

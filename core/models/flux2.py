@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.layout import IDENTITY
 from ..errors import InputError
 from ..tp.collectives import Ranks
 from ..tp.linear import joint_reduce
@@ -25,7 +24,7 @@ from ..tp.plan import PackedColwiseParallel, PackedRowwiseParallel
 from .architecture import Architecture
 from .flux2_layout import BFL_FLUX2
 from .modulation import join
-from .single_file import Shapes
+from .single_file import DIFFUSERS_FILE, Shapes
 from .tokens import grid_tokens, image_ids, text_ids, unflatten_latent
 
 PLAN = {
@@ -419,7 +418,7 @@ ARCHITECTURE = Architecture(
     name="flux2",
     model_class="Flux2Transformer2DModel",
     plan=PLAN,
-    layouts=(BFL_FLUX2, IDENTITY),
+    layouts=(BFL_FLUX2, DIFFUSERS_FILE),
     detect=detect,
     bind=bind,
     merged=merged,
