@@ -14,7 +14,7 @@ import torch
 
 from ..core.checkpoint.settings import config_path
 from ..core.errors import UnsupportedError
-from ..core.models.qwenimage import check_predicted
+from ..core.models import flux2, qwenimage
 from ..core.tp.skeleton import building
 from . import seams
 from .conditioning import KEYS, KeyCond
@@ -134,6 +134,10 @@ FAMILIES = {
 }
 
 
+# Refuses those of its models whose calls the core does not make.
+PREDICTED = {"flux2": flux2.check_predicted, "qwenimage": qwenimage.check_predicted}
+
+
 def family(architecture: str) -> ModuleType:
     """The module of `FAMILIES` for `architecture`."""
     return importlib.import_module(f".families.{FAMILIES[architecture].module}", __package__)
@@ -149,8 +153,9 @@ def check_sampled(source: ModelSource) -> None:
             f"`from_pretrained`)."
         )
     seams.require(known.feature)
-    if source.architecture.name == "qwenimage":
-        check_predicted(source.config, source.path)
+    check = PREDICTED.get(source.architecture.name)
+    if check is not None:
+        check(source.config, source.path)
 
 
 def build_model(sharded: ShardedModel) -> Any:

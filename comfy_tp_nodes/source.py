@@ -12,9 +12,10 @@ from ..core.checkpoint.files import Checkpoint, is_safetensors
 from ..core.checkpoint.header import TensorEntry
 from ..core.checkpoint.parts import transformer_of
 from ..core.checkpoint.settings import config_path
-from ..core.errors import CheckpointError, UnsupportedError
+from ..core.errors import UnsupportedError
 from ..core.load import OpenedModel, config_of
 from ..core.models import ARCHITECTURES, Architecture, architecture_named
+from ..core.models.resemblance import unrecognised
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -123,7 +124,4 @@ def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]
         config = architecture.recognise(checkpoint.entries)
         if config is not None:
             return architecture, config
-    raise CheckpointError(
-        f"{checkpoint.path} is not a model that can be sharded: its tensor names fit none of "
-        f"{', '.join(ARCHITECTURES)}. Choose the file of a FLUX.2, FLUX.1 or Qwen-Image transformer, or its diffusers folder."
-    )
+    raise unrecognised(checkpoint.path, checkpoint.entries)

@@ -23,6 +23,7 @@ from .checkpoint.settings import check_settings, config_path
 from .errors import CheckpointError, ConfigError, UnsupportedError
 from .guards import guard
 from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of, unknown_settings
+from .models.resemblance import unrecognised
 from .parallelize import resolve
 from .restart import load_shards, saved_shards
 from .tp import fp8
@@ -398,10 +399,7 @@ def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, dict[str, Any], tu
         config = candidate.recognise(checkpoint.entries)
         if config is not None:
             return candidate, config, candidate.layouts
-    raise CheckpointError(
-        f"{checkpoint.path} is not a model that can be sharded: its tensor names fit none of "
-        f"{', '.join(ARCHITECTURES)}. Choose a file of one of them, or a diffusers folder with config.json."
-    )
+    raise unrecognised(checkpoint.path, checkpoint.entries)
 
 
 def check_files(ranks: Ranks, checkpoint: Checkpoint) -> None:

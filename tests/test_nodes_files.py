@@ -26,7 +26,7 @@ from installed import skip_without
 from weight_files import tensor as raw_tensor
 from weight_files import write_raw
 
-from comfy_tp.core.errors import CheckpointError
+from comfy_tp.core.errors import CheckpointError, UnsupportedError
 
 SAME = 1e-5  # fp32; sums over ranks are taken in another order
 FP8_EXACT = 1e-3  # against the same weights dequantised beforehand, fp32
@@ -180,6 +180,13 @@ def test_every_byte_of_a_single_file_is_read_once(dev, models, degree):
     info = load_tp(path.name, degree).sharded.info
     held = sum(tensor.nbytes for tensor in single_file_tensors(dev).values())
     assert held <= sum(info.bytes_read) <= READ_ONCE * path.stat().st_size
+
+
+def test_a_flux2_that_reads_more_channels_than_it_makes_is_refused_before_anything_starts(models):
+    wide = small_model(in_channels=384, out_channels=128, num_layers=1, num_single_layers=1)
+    path = save_single_file(models / "wide.safetensors", single_file_tensors(wide))
+    with pytest.raises(UnsupportedError, match=r"wide\.safetensors is a FLUX\.2 that reads 384 channels"):
+        load_tp(path.name)
 
 
 def test_the_ranks_read_through_a_link_to_another_disk_and_refuse_a_file_that_took_its_place(

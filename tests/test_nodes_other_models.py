@@ -445,4 +445,4 @@ def test_a_model_that_comfyui_cannot_sample_on_ranks_is_refused_before_anything_
             f"today. Load this file with the stock loader, or run it sharded from Python (README, `from_pretrained`)."
         )
     else:
-        assert str(refused.value).startswith(f"{folder} has zero_cond_t in its config.json, and")
+        assert str(refused.value).startswith(f"{folder} is a Qwen-Image-Edit 2511 (zero_cond_t), and")

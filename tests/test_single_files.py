@@ -21,6 +21,7 @@ from flux2_files import (
     single_file_tensors,
     small_flux2,
 )
+from installed import skip_without
 from thread_ranks import on_ranks
 from weight_files import MODEL_DAMAGES, damaged
 
@@ -501,6 +502,66 @@ def test_a_qwen_image_file_with_a_whole_pipeline_is_recognised(tmp_path):
     held = {f"model.diffusion_model.{name}": tensor for name, tensor in other.named_parameters()}
     path = save_single_file(tmp_path / "whole.safetensors", {**held, **beside_a_transformer()})
     assert set(open_model(Checkpoint.open(path)).pieces) == set(dict(other.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "marks", "message"),
+    [
+        ({"zero_cond_t": True}, ("__index_timestep_zero__",), r"is a Qwen-Image-Edit 2511 \(zero_cond_t\)"),
+        ({"use_additional_t_cond": True, "use_layer3d_rope": True}, (), "is a Qwen-Image-Layered"),
+    ],
+    ids=["edit 2511", "layered"],
+)
+@pytest.mark.parametrize("prefix", PREFIXES[:2])
+def test_single_files_of_later_qwen_images_are_named_and_load_from_python(
+    tmp_path, settings, marks, message, prefix
+):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+    from comfy_tp.core.models import architecture_named
+    from comfy_tp.core.models.qwenimage import check_predicted
+
+    architecture = architecture_named("qwenimage")
+    skip_without("qwenimage", settings)
+    torch.manual_seed(0)
+    model = architecture.load_class()(**architecture.examples["base"], **settings)
+    tensors = {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
+    tensors.update({f"{prefix}{mark}": torch.zeros(0) for mark in marks})
+    path = save_single_file(tmp_path / "later.safetensors", tensors)
+    opened = open_model(Checkpoint.open(path))
+    assert {name: opened.config.get(name) for name in settings} == settings
+    source = ModelSource.open(path)
+    with pytest.raises(UnsupportedError, match=rf"later\.safetensors {message}.*stock loader"):
+        check_predicted(source.config, source.path)
+
+
+def test_a_flux2_with_more_inputs_than_outputs_is_named_and_loads_from_python(tmp_path):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    wide = small_flux2(in_channels=384, out_channels=128)
+    path = save_single_file(tmp_path / "wide.safetensors", single_file_tensors(wide))
+    assert open_model(Checkpoint.open(path)).config["in_channels"] == 384
+    source = ModelSource.open(path)
+    with pytest.raises(
+        UnsupportedError, match=r"wide\.safetensors is a FLUX\.2 that reads 384 channels and makes 128"
+    ):
+        flux2.check_predicted(source.config, source.path)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES[:2])
+@pytest.mark.parametrize("lost", ["img_in.weight", "double_blocks.0.img_attn.norm.query_norm.scale"])
+def test_what_a_file_lacks_of_the_model_that_it_resembles_is_named(tmp_path, model, prefix, lost):
+    from comfy_tp.comfy_tp_nodes.source import ModelSource
+
+    tensors = single_file_tensors(model, prefix)
+    del tensors[prefix + lost]
+    path = save_single_file(tmp_path / "part.safetensors", tensors)
+    wanted = (
+        rf"part\.safetensors resembles a Flux2Transformer2DModel but has no '{re.escape(prefix + lost)}', so"
+    )
+    for opens in (lambda: open_model(Checkpoint.open(path)), lambda: ModelSource.open(path)):
+        with pytest.raises(CheckpointError, match=wanted) as refused:
+            opens()
+        assert "ownload" not in str(refused.value)
 
 
 def test_a_name_in_capitals_is_that_of_a_safetensors_file(tmp_path, model):

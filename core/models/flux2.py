@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from ..tp.collectives import Ranks
 from ..tp.linear import joint_reduce
 from ..tp.local import LocalAttributes
@@ -354,6 +354,17 @@ def text_encoder_of(width: int) -> str:
     return "load the text encoder that was made for it."
 
 
+def check_predicted(config: Mapping[str, Any], model: str = "This FLUX.2") -> None:
+    """Raise `UnsupportedError`, about `model`, for one that reads more channels than it makes."""
+    read, made = config.get("in_channels"), config.get("out_channels")
+    if read is not None and made is not None and read != made:
+        raise UnsupportedError(
+            f"{model} is a FLUX.2 that reads {read} channels and makes {made}: one made for inpainting or control, whose "
+            f"further inputs no node gives it yet. Choose a FLUX.2 of {made} channels, load it with the stock loader, or "
+            f"run it sharded from Python (README, `from_pretrained`)."
+        )
+
+
 def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
     """The model's configuration from the tensor names and shapes of a BFL/ComfyUI single file, or None.
 
@@ -371,11 +382,12 @@ def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
     if not (image_in and text_in and norm and up and modulation):
         return None
     hidden, head = image_in[0], norm[0]
-    time_in = shapes["time_in.in_layer.weight"]
+    time_in, final = shapes["time_in.in_layer.weight"], shapes["final_layer.linear.weight"]
     return {
         "_class_name": "Flux2Transformer2DModel",
         "patch_size": 1,
         "in_channels": image_in[1],
+        "out_channels": final[0] if final else None,
         "num_layers": shapes.blocks("double_blocks"),
         "num_single_layers": shapes.blocks("single_blocks"),
         "attention_head_dim": head,

@@ -18,7 +18,7 @@ from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes
 from .architecture import Architecture
 from .modulation import join
-from .qwenimage_layout import PATCH, QWENIMAGE_FILE, detect
+from .qwenimage_layout import EDIT_2511, PATCH, QWENIMAGE_FILE, detect
 from .tokens import flatten_latent, image_ids, patches, placed_latents, unflatten_latent
 
 PLAN = {
@@ -42,8 +42,12 @@ PLAN = {
 
 REFERENCE_SCALE = 1  # axis 0 of the k-th reference's ids, by method "index"
 ROPE_THETA = 10000.0
-# Settings of later Qwen-Images whose calls `predict` does not make; ComfyUI 0.3.75 has no model for them either.
-UNPREDICTED = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+# Settings of later Qwen-Images whose calls `predict` does not make, and the models that have them.
+UNPREDICTED = {
+    "zero_cond_t": "Qwen-Image-Edit 2511",
+    "use_additional_t_cond": "Qwen-Image-Layered",
+    "use_layer3d_rope": "Qwen-Image-Layered",
+}
 
 
 def modulations(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -166,12 +170,12 @@ def one_frame(latent: torch.Tensor) -> torch.Tensor:
 
 def check_predicted(config: Mapping[str, Any], model: str = "This Qwen-Image") -> None:
     """Raise `UnsupportedError`, about `model`, for one whose calls `predict` does not make."""
-    found = [name for name in UNPREDICTED if config.get(name)]
+    found = {kind: name for name, kind in UNPREDICTED.items() if config.get(name)}
     if found:
         raise UnsupportedError(
-            f"{model} has {' and '.join(found)} in its config.json, and Load TP Model does not sample such models yet. "
-            f"Choose Qwen-Image or a Qwen-Image-Edit up to 2509, or run it sharded from Python (README, "
-            f"`from_pretrained`)."
+            f"{model} is a {' and '.join(found)} ({', '.join(found.values())}), and Load TP Model does not sample such "
+            f"models yet. Choose Qwen-Image or a Qwen-Image-Edit up to 2509, load it with the stock loader, or run it "
+            f"sharded from Python (README, `from_pretrained`)."
         )
 
 
@@ -214,6 +218,7 @@ ARCHITECTURE = Architecture(
     merged=merged,
     predict=predict,
     latent_patch=PATCH,
+    ignored=(EDIT_2511,),
     published={"Qwen-Image": {}},
     examples={"base": SMALL, "edit": {**SMALL, "zero_cond_t": True}},
     inputs=inputs,

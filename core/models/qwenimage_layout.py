@@ -10,6 +10,12 @@ from .single_file import PREFIXES, Shapes, rotary_axes
 
 QWENIMAGE_FILE = FileLayout("Qwen-Image single file", prefixes=PREFIXES)
 PATCH = 2
+# What the files of later models hold besides, and the settings of diffusers that it stands for.
+EDIT_2511 = "__index_timestep_zero__"  # empty: a mark, no parameter
+LATER = {
+    EDIT_2511: ("zero_cond_t",),
+    "time_text_embed.addition_t_embedding.weight": ("use_additional_t_cond", "use_layer3d_rope"),
+}
 
 
 def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -31,4 +37,5 @@ def detect(entries: Mapping[str, Any]) -> dict[str, Any] | None:
         "num_attention_heads": hidden // head,
         "joint_attention_dim": text_norm[0],
         "axes_dims_rope": rotary_axes(head),
+        **{key: True for mark, keys in LATER.items() if shapes[mark] is not None for key in keys},
     }
