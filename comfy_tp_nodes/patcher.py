@@ -197,12 +197,23 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         }
         if self.model_options.get("torch_compile_kwargs"):
             found["torch.compile"] = ["TorchCompileModel"]
+        self._refuse_other_compute_dtype()
         for what, names in found.items():
             if names:
                 raise UnsupportedError(
                     f"A model from Load TP Model cannot honour {what} ({', '.join(names[:4])}): the model is computed "
                     f"on the ranks. Remove the node that sets it, or load the model with the stock loader."
                 )
+
+    def _refuse_other_compute_dtype(self) -> None:
+        """ModelComputeDtype may ask for the dtype that the ranks compute in, and for no other."""
+        asked, own = self.object_patches.get("manual_cast_dtype"), self.model.get_dtype()
+        if asked is not None and asked != own:
+            names = [str(dtype).removeprefix("torch.") for dtype in (asked, own)]
+            raise UnsupportedError(
+                f"A model from Load TP Model cannot honour the compute dtype {names[0]} of the ModelComputeDtype node: its "
+                f"ranks compute in {names[1]}. Remove that node and choose dtype {names[0]} in Load TP Model."
+            )
 
     def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> Any:
         """Before a run, and before anything gives way for it: what the ranks would not see is refused, any hooks too."""

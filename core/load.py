@@ -43,7 +43,7 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 QUANTISE_BYTES = 1 << 30  # float weights that wait at once to be quantised
-HUB_OPTIONS = ("revision", "cache_dir", "local_files_only", "token")
+HUB_OPTIONS = ("revision", "cache_dir", "local_files_only", "token", "variant")
 
 
 @dataclass
@@ -79,9 +79,9 @@ def from_pretrained(
     """Load `model_class` from a folder or hub id, each rank reading only its own shards onto its own device (R1, R5).
 
     `dtype` defaults to float32, as the model's own `from_pretrained` does. Every check (degree, heads, blocks,
-    device, headers) runs before anything is allocated. `progress(bytes_done, bytes_total)` counts this rank's bytes;
-    `cancelled()` may raise to stop. From a folder that `save_shards` wrote every rank reads its own file, in the dtype
-    that it was saved in.
+    device, headers) runs before anything is allocated. `variant` ("fp16") picks among several versions of
+    the weights. `progress(bytes_done, bytes_total)` counts this rank's bytes; `cancelled()` may raise to stop. From a
+    folder that `save_shards` wrote every rank reads its own file, in the dtype that it was saved in.
 
     Raises `ConfigError` for the options that would load the full checkpoint (R12-R15), `CheckpointError` for weights
     that are not safetensors (R16), damaged or of another model, `PlanError` for a degree that does not fit.
@@ -105,7 +105,8 @@ def from_pretrained(
             saved = saved_shards(name_or_path, subfolder)
             if saved is None:
                 location = resolve_source(name_or_path, subfolder=subfolder, **hub)
-                opened = open_model(Checkpoint.open(location), model_class=model_class)
+                checkpoint = Checkpoint.open(location, variant=hub.get("variant"))
+                opened = open_model(checkpoint, model_class=model_class)
         except Exception as error:
             failure = error
         others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."

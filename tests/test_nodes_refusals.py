@@ -86,6 +86,10 @@ def test_hooks_are_refused():
             lambda m: m.add_weight_wrapper("diffusion_model.img_in.weight", print),
             ("weight wrappers", "img_in"),
         ),
+        (
+            lambda m: m.set_model_compute_dtype(torch.float16),
+            ("compute dtype float16", "ModelComputeDtype", "compute in float32"),
+        ),
         (lambda m: m.set_injections("pulid", [None]), ("injections", "pulid")),
         (lambda m: m.model_options.update(torch_compile_kwargs={"backend": "inductor"}), ("torch.compile",)),
     ],
@@ -96,6 +100,7 @@ def test_hooks_are_refused():
         "attention override",
         "object patch inside the model",
         "weight wrapper",
+        "compute dtype",
         "injection",
         "torch.compile",
     ],
@@ -105,6 +110,13 @@ def test_a_change_inside_the_model_is_refused_by_name(change, words):
     change(model)
     with refused(UnsupportedError, "Load TP Model", *words):
         run(model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_compute_dtype_that_the_ranks_have_may_be_asked_for(dtype):
+    model = tp_model().clone()
+    model.set_model_compute_dtype(dtype)
+    assert run(model, steps=1).equal(run(steps=1))
 
 
 def test_a_refusal_leaves_the_shards_loaded():

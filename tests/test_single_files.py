@@ -564,6 +564,20 @@ def test_what_a_file_lacks_of_the_model_that_it_resembles_is_named(tmp_path, mod
         assert "ownload" not in str(refused.value)
 
 
+def test_a_variant_of_the_weights_can_be_asked_for_from_python(tmp_path, model):
+    from comfy_tp import core
+
+    model.save_pretrained(tmp_path, variant="fp16")
+    small_flux2(seed=5).save_pretrained(tmp_path, variant="other")
+    with pytest.raises(CheckpointError, match="several sets of weights: .*fp16.*other.*variant="):
+        Checkpoint.open(tmp_path)
+    options = {"parallel_config": core.TensorParallelConfig(tp_degree=1), "device": "cpu"}
+    loaded = core.from_pretrained(type(model), str(tmp_path), variant="fp16", **options)
+    assert torch.equal(velocity(loaded, call_inputs()), velocity(model, call_inputs()))
+    with pytest.raises(CheckpointError, match="has no weights of variant 'bf16'"):
+        core.from_pretrained(type(model), str(tmp_path), variant="bf16", **options)
+
+
 def test_a_name_in_capitals_is_that_of_a_safetensors_file(tmp_path, model):
     path = save_single_file(tmp_path / "MODEL.SAFETENSORS", single_file_tensors(model))
     assert open_model(Checkpoint.open(path)).layout is BFL_FLUX2

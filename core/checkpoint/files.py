@@ -168,8 +168,8 @@ def _only_candidate(folder: Path) -> WeightFiles:
     singles = [name for name in names if is_safetensors(name) and not re.search(r"-\d+-of-\d+\b", name)]
     if len(indexes) + len(singles) > 1:
         raise CheckpointError(
-            f"{folder} holds several sets of weights: {', '.join(indexes + singles)}. Give the file itself, or choose "
-            f"a variant."
+            f"{folder} holds several sets of weights: {', '.join(indexes + singles)}. Leave one of them in "
+            f"the folder, give the file itself, or from Python choose one with variant=."
         )
     if indexes:
         return _indexed(folder / indexes[0])

@@ -209,8 +209,8 @@ def check(
         shown = "; ".join(problems[:5])
         rest = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{checkpoint.path} does not fit the model (read as {layout.name}): {shown}{rest}. Check that the file "
-            f"belongs to this model and is complete, or download it again."
+            f"{checkpoint.path} does not fit the model (read as {layout.name}): {shown}{rest}. It is another "
+            f"model's file, or a part of one: choose the whole model's file, or load this one with the stock loader."
         )
     return pieces
 
