@@ -116,8 +116,14 @@ class OnRanks:
         return needed - comfy.model_management.get_free_memory(self.load_device) < self.loaded_size()
 
     def leave_devices(self) -> None:
-        """ComfyUI unloads the model: shards are parked where the policy says so, and freed elsewhere."""
-        self.sharded.make_room(PARK if self.policy == PARK else "release")
+        """ComfyUI unloads the model: shards are parked where the policy says so, and freed elsewhere.
+
+        With `--disable-smart-memory` ComfyUI unloads all models after every prompt, its own into host memory. Then shards
+        with policy keep are parked too, and on the CPU stay, so that no prompt reads them from disk again.
+        """
+        to_host = self.policy == KEEP and comfy.model_management.DISABLE_SMART_MEMORY
+        if not (to_host and self.sharded.placement.devices[0] == "cpu"):
+            self.sharded.make_room(PARK if to_host or self.policy == PARK else "release")
         self.model.device = self.offload_device
 
 

@@ -118,6 +118,35 @@ def test_unload_all_models_frees_the_ranks_and_the_next_run_reads_again():
     assert model.sharded.remote.group.pids == pids  # the ranks stay
 
 
+def test_with_smart_memory_disabled_a_prompt_reads_nothing_again(monkeypatch):
+    """ComfyUI then unloads all models after every prompt, into host memory."""
+    import comfy.model_management as management
+
+    monkeypatch.setattr(management, "DISABLE_SMART_MEMORY", True)
+    model = load_tp(NAME)
+    before, loads = image(model), model.sharded.loads
+    management.unload_all_models()
+    assert model.sharded.loaded
+    assert torch.equal(image(model), before)
+    assert model.sharded.loads == loads
+    monkeypatch.setattr(management, "DISABLE_SMART_MEMORY", False)
+    management.unload_all_models()
+    assert not model.sharded.loaded
+
+
+def test_with_smart_memory_disabled_the_shards_of_gpus_are_parked(monkeypatch):
+    loaded = load_tp(NAME)
+    management = freeing(monkeypatch, 1 << 40)
+    on_devices(monkeypatch, loaded, "cuda:0", "cuda:1")
+    monkeypatch.setattr(
+        RemoteModel, "park", lambda remote, *, poll=None: sum(remote.info.resident_bytes)
+    )  # ranks on the CPU have nothing to park
+    model = load_tp_again(loaded, "keep")
+    monkeypatch.setattr(management, "DISABLE_SMART_MEMORY", True)
+    management.unload_all_models()
+    assert model.sharded.loaded and model.sharded.parked and model.loaded_size() == 0
+
+
 def test_clones_share_the_shards_and_switching_between_them_unloads_nothing():
     model = load_tp(NAME)
     loads = model.sharded.loads
