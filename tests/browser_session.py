@@ -55,6 +55,7 @@ class Browser:
         name: str | None = None,
         fresh: bool = False,
         locale: str = "en",
+        settings: Mapping[str, Any] | None = None,
         run: bool = False,
         cancel_at_progress: int | None = None,
         cancel_in_node: int | None = None,
@@ -68,6 +69,7 @@ class Browser:
         - `name`: of the tab and of the screenshots, ``tests/output/NAME.png`` (and ``NAME-run.png``); the
           default is the file's stem.
         - `fresh`: load the frontend anew, as for a `locale` other than that of the page so far.
+        - `settings`: of the frontend, beside those that every page has; they need `fresh` too.
         - `run`: press the Run button and wait for the end.
         - `cancel_at_progress`: press Cancel once a progress message (of `cancel_in_node` alone) carries this value or more;
           `cancel_after_s`: so many seconds after the press of Run.
@@ -92,6 +94,7 @@ class Browser:
                 "runScreenshot": str(self.output / f"{name}-run.png"),
                 "fresh": fresh,
                 "locale": locale,
+                "settings": dict(settings or {}),
                 "run": run,
                 "cancelAtProgress": cancel_at_progress,
                 "cancelInNode": None if cancel_in_node is None else str(cancel_in_node),

@@ -106,7 +106,10 @@ async function openFrontend(options) {
     'Comfy.Validation.Workflows': true,
     'Comfy.Workflow.Persist': false,
     'Comfy.Window.UnloadConfirmation': false,
-    'Comfy.Locale': options.locale
+    'Comfy.Locale': options.locale,
+    // The renderer, whatever a frontend's own choice is.
+    'Comfy.VueNodes.Enabled': false,
+    ...options.settings
   })
   started = false
   startupErrors = []
