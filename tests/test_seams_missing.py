@@ -132,17 +132,29 @@ def rendered(name: str) -> torch.Tensor:
     return samples
 
 
-def test_flux2_renders_without_any_one_of_the_names_that_it_does_not_need(small):
+def check_renders_without(names: list[tuple[str, str]], small: str) -> None:
+    from comfy_tp.comfy_tp_nodes import seams
+
     expected = rendered(small)
-    names = optional_names()
-    assert len(names) > 40
     for feature, name in names:
         with without(name):
             assert torch.equal(rendered(small), expected), f"{name} of {feature} is taken away"
-    from comfy_tp.comfy_tp_nodes import seams
-
     # All is back.
     assert torch.equal(rendered(small), expected) and seams.problems(seams.LOAD_CLIP) == ()
+
+
+def test_flux2_renders_without_any_one_of_the_features_that_it_does_not_need(small):
+    """By the first name of each."""
+    features = dict(reversed(optional_names()))
+    assert len(features) >= 10
+    check_renders_without(list(features.items()), small)
+
+
+@pytest.mark.matrix
+def test_flux2_renders_without_any_one_of_the_names_that_it_does_not_need(small):
+    names = optional_names()
+    assert len(names) > 40
+    check_renders_without(names, small)
 
 
 def test_what_is_taken_away_is_gone_for_the_pack(small):
