@@ -99,7 +99,9 @@ class MirroredSampler(comfy.samplers.Sampler):
                 bar.update(step + 1 - bar.n)
                 line.step(step + 1, steps, remote.last_step_seconds)
                 if callback is not None:
-                    callback(step, x0, x0, steps)
+                    # Where a sampler of ComfyUI has it: previewers with weights of their own lie there too.
+                    there = x0.to(noise.device) if x0 is not None else None
+                    callback(step, there, there, steps)
 
             result = remote.sample(
                 start,

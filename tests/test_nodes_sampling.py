@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comfy_inprocess import (
@@ -265,3 +267,34 @@ def test_two_models_on_the_same_ranks_are_not_mixed_up(in_comfy):  # noqa: F811
     for found, expected in pairs:
         images = [ksampler(model, conditioning(), conditioning(), latent()) for model in (found, expected)]
         assert relative_error(*images) <= TOLERANCE
+
+
+def test_a_preview_gets_its_estimate_on_the_device_of_the_noise(monkeypatch):
+    """The ranks send it from the CPU, and a previewer's own weights lie on ComfyUI's device."""
+    from comfy_tp.comfy_tp_nodes import mirrored
+
+    def sample(start, sigmas, *, on_step, **options):
+        on_step(0, 1, torch.zeros(1, 4, 2, 2))
+        return torch.zeros(1, 4, 2, 2)
+
+    remote = SimpleNamespace(sample=sample, last_step_seconds=None)
+    line = SimpleNamespace(begin=lambda steps: None, step=lambda *told: None)
+    model = SimpleNamespace(
+        sharded=SimpleNamespace(require=lambda: remote, line=line),
+        model_sampling=SimpleNamespace(
+            noise_scaling=lambda sigma, noise, *rest: noise,
+            inverse_noise_scaling=lambda sigma, latent: latent,
+        ),
+        diffusion_model=SimpleNamespace(reference_method="index"),
+    )
+    wrap = SimpleNamespace(inner_model=model, cfg=1.0, conds={"positive": [None]})
+    monkeypatch.setattr(mirrored, "why_not_mirrored", lambda *arguments: None)
+    monkeypatch.setattr(mirrored, "conditioning", lambda *arguments: None)
+    sampler = mirrored.MirroredSampler("euler")
+    monkeypatch.setattr(sampler, "max_denoise", lambda *arguments: True)
+    told = []
+    noise = torch.empty(1, 4, 2, 2, device="meta")
+    sampler.sample(
+        wrap, torch.tensor([1.0, 0.0]), {"model_options": {}}, lambda *step: told.append(step), noise
+    )
+    assert [(step, x0.device.type, x.device.type) for step, x0, x, _ in told] == [(0, "meta", "meta")]
