@@ -104,8 +104,11 @@ def everything_on(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def with_our_loader(prompt: Mapping[str, Any], degree: int = 0) -> dict[str, Any]:
-    """The prompt with Load TP Model for each loader of a model of ours, its CLIP and VAE still from the old one."""
+def with_our_loader(prompt: Mapping[str, Any], degree: int = 0, dtype: str | None = None) -> dict[str, Any]:
+    """The prompt with Load TP Model for each loader of a model of ours, its CLIP and VAE still from the old one.
+
+    `dtype`: instead of the old loader's.
+    """
     made = json.loads(json.dumps(prompt))
     for number, node in prompt.items():
         widget = LOADERS.get(node["class_type"])
@@ -115,7 +118,7 @@ def with_our_loader(prompt: Mapping[str, Any], degree: int = 0) -> dict[str, Any
             "model": node["inputs"][widget],
             "degree": degree,
             "devices": "auto",
-            "dtype": DTYPES.get(node["inputs"].get("weight_dtype", ""), "default"),
+            "dtype": dtype or DTYPES.get(node["inputs"].get("weight_dtype", ""), "default"),
             "policy": "keep",
         }
         if node["class_type"] == "UNETLoader":
