@@ -1,102 +1,101 @@
-"""Run, previews, the status line, help and languages in several frontends, whose nodes are a canvas or elements (Vue)."""
+"""Run, previews, the status line and translations in each frontend that is supported, in both of its node renderers."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from browser_session import Browser, what_is_missing
-from conftest import TESTS, test_packs
-from test_browser_product import FIT, LORA, MODEL, SIZE, errors, line_of, node_id, small, workflow
+from conftest import test_packs
+from matrix_record import release
+from test_browser_product import EMPTY, FIT, MODEL, errors, line_of, node_id, small, workflow
 from wheels import unpacked
 
 from comfy_tp.core.cli.comfyui import ComfyServer
-from comfy_tp.core.small.pipeline import LORA_NAME, pipeline_folder
+from comfy_tp.core.small.pipeline import pipeline_folder
 
-PACKAGE = "comfyui-frontend-package"
-# A newer one than any release here requires itself; theirs are 1.32.9 (0.3.75) to 1.49.6. Moved forward by a commit.
-NEWEST = "1.58.1"
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[1]
+# A release's own frontend, and a newer one on the newest of them. They move forward by a commit.
+OWN = {"0.33.0": "1.48.7", "master": "1.49.6"}
+NEWER = {"master": "1.58.1"}
 STEPS = 60
-SPANISH = "Muestreador TP"  # TP Sampler in the language that the page is opened in
-
-RENDERERS = {"canvas": False, "vue": True}
-# What a node shows, by the elements that are seen: a canvas has none.
-ELEMENT = "[...document.querySelectorAll('[data-node-id]')].filter((e) => e.getBoundingClientRect().width > 0).length"
-HELP = "fetch('/extensions/comfy-tp/docs/TPSampler/en.md').then((r) => r.text()).then((t) => t.length)"
+VUE = "Comfy.VueNodes.Enabled"
 
 
-@pytest.fixture(scope="module", params=["its own", NEWEST])
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, ComfyServer, Browser]]:
-    """A ComfyUI that serves that frontend, with the small FLUX.2, and a browser on it."""
-    missing = what_is_missing()
-    if missing:
+@pytest.fixture(scope="module", params=["own", "newer"])
+def page(request: pytest.FixtureRequest) -> Iterator[tuple[Browser, str]]:
+    """A browser on a ComfyUI with the small model, and the frontend that it must show."""
+    if missing := what_is_missing():
         pytest.skip(f"no browser tests: {missing}")
-    arguments = []
-    if request.param != "its own":
-        folder = unpacked(PACKAGE, request.param) / "comfyui_frontend_package" / "static"
-        arguments = ["--front-end-root", str(folder)]
+    table = OWN if request.param == "own" else NEWER
+    if release() not in table:
+        pytest.skip(f"no {request.param} frontend is pinned for ComfyUI {release()}")
+    version, arguments = table[release()], []
+    if request.param == "newer":
+        static = unpacked("comfyui-frontend-package", version) / "comfyui_frontend_package" / "static"
+        arguments = ["--front-end-root", str(static)]
     with ComfyServer(custom_nodes=test_packs(), arguments=arguments) as server:
         shutil.copytree(pipeline_folder(), server.models / "diffusers" / MODEL)
-        (server.models / "loras").mkdir(exist_ok=True)
-        shutil.copy(pipeline_folder() / "lora" / LORA_NAME, server.models / "loras" / LORA)
-        browser = Browser(server, TESTS / "output")
-        try:
-            yield request.param, server, browser
-        finally:
-            browser.close()
+        session = Browser(server, ROOT / "tests" / "output")
+        yield session, version
+        session.close()
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("renderer", RENDERERS)
-def test_run_shows_the_line_previews_and_the_picture(served, renderer: str):
-    frontend, _, browser = served
-    graph = small(workflow("text_to_image_tp"), steps=STEPS)
-    loader, sampler = node_id(graph, "TPLoadModel"), node_id(graph, "TPSampler")
-    seen = browser.open(
-        graph,
-        name=f"frontend-{frontend.replace(' ', '-')}-{renderer}",
+@pytest.mark.parametrize("renderer", ["canvas", "vue"])
+def test_run_shows_preview_status_line_and_picture(page: tuple[Browser, str], renderer: str) -> None:
+    browser, version = page
+    wanted = json.dumps(renderer == "vue")
+    before = browser.open(
+        EMPTY,
         fresh=True,
-        locale="es",
-        settings={"Comfy.VueNodes.Enabled": RENDERERS[renderer]},
-        run=True,
-        timeout_s=400,
-        watch={"sampler": line_of(sampler), "loader": line_of(loader), "fit": FIT, "elements": ELEMENT},
         evaluate={
-            "elements": ELEMENT,
-            "seen": shown(sampler),
-            "saved": f"app.graph.serialize().nodes.find((n) => n.id === {sampler}).widgets_values.length",
-            "help": HELP,
-            "node": f"app.graph.getNodeById({sampler}).constructor.nodeData.display_name",
+            "known": f"app.extensionManager.setting.get('{VUE}') !== undefined",
+            "set": f"app.extensionManager.setting.set('{VUE}', {wanted})",
         },
     )
+    if renderer == "vue" and not before["evaluated"]["known"]:
+        pytest.skip(f"the frontend {version} has no Vue nodes")
+    graph = small(workflow("text_to_image_tp"), steps=STEPS)
+    sampler = node_id(graph, "TPSampler")
+    element = f"document.querySelector('[data-node-id=\"{sampler}\"]')"
+    line = f"app.graph.getNodeById({sampler}).widgets.find((w) => w.name === 'tp_status').element"
+    seen = browser.open(
+        graph,
+        name=f"frontend-{version}-{renderer}",
+        run=True,
+        timeout_s=400,
+        watch={"line": line_of(sampler), "fit": FIT},
+        evaluate={
+            "vue": f"{element}?.innerText ?? null",
+            "shown": f"[{line}.isConnected, {line}.getBoundingClientRect().height]",
+        },
+    )
+    assert seen["frontend"] == version
     assert seen["missingNodeTypes"] == [] and errors(seen) == []
-    if frontend != "its own":
-        assert seen["frontend"] == frontend
-    elements = max(seen["run"]["watched"]["elements"])
-    if renderer == "vue" and not elements:
-        pytest.skip(f"frontend {seen['frontend']} draws its nodes on the canvas alone")
-    assert bool(elements) == RENDERERS[renderer]
     run = seen["run"]
     assert run["outcome"] == "success", run["error"]
-    assert run["previews"] >= 1
-    (image,) = (image for image in run["images"] if image["type"] == "SaveImage")
-    assert (image["width"], image["height"]) == (SIZE, SIZE)
-    lines = [line for line in run["watched"]["sampler"] if line]
-    assert [line for line in lines if "2 rangos · " in line and f"/{STEPS} · " in line], lines
-    assert f"{STEPS} pasos en " in lines[-1] and run["watched"]["loader"][-1] == lines[-1]
-    assert seen["evaluated"]["seen"] == {"text": lines[-1], "visible": True}, "the line cannot be seen"
-    node = next(node for node in graph["nodes"] if node["id"] == sampler)
-    assert seen["evaluated"]["saved"] == len(node["widgets_values"])
-    assert seen["evaluated"]["help"] > 500
-    assert seen["evaluated"]["node"] == SPANISH
+    assert run["previews"] >= 2 and run["previewShown"]
+    assert [image["type"] for image in run["images"]] == ["SaveImage"]
+    lines = [text for text in run["watched"]["line"] if text]
+    assert any(f"/{STEPS} · " in text and text.endswith("left") for text in lines), lines
+    assert f"{STEPS} steps in " in lines[-1]
+    connected, height = seen["evaluated"]["shown"]
+    assert connected and height >= 8, "the line cannot be seen"
+    if renderer == "vue":
+        assert lines[-1] in seen["evaluated"]["vue"], "the node was not drawn by Vue"
+    else:
+        assert seen["evaluated"]["vue"] is None, "the node was not drawn on the canvas"
 
 
-def shown(node: int) -> str:
-    """JavaScript: the text of a node's line and whether it is on the page where it can be seen."""
-    return f"""(() => {{
-      const element = app.graph.getNodeById({node}).widgets.find((w) => w.name === 'tp_status').element
-      const box = element.getBoundingClientRect()
-      return {{ text: element.textContent, visible: box.height >= 8 && box.width >= 40 && element.isConnected }}
-    }})()"""
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_the_nodes_are_in_the_language_of_the_page(page: tuple[Browser, str], language: str) -> None:
+    browser, _ = page
+    texts = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+    title = "LiteGraph.registered_node_types.TPSampler.title"
+    seen = browser.open(EMPTY, fresh=True, locale=language, evaluate={"title": title})
+    assert seen["evaluated"]["title"] == texts["TPSampler"]["display_name"]
