@@ -32,6 +32,19 @@ MOVED = (
 )
 
 
+# What a stock node leaves on a model -> what the node is called, and what does the same here.
+NODES = {
+    "diffusion_model.params.default_ref_method": "the Flux KV Cache node",
+    "diffusion_model.default_ref_method": "the Flux KV Cache node",
+    "bypass_lora": "a Load LoRA (Bypass) node, in place of which Load LoRA does the same to the shards",
+}
+
+
+def by_node(names: Iterable[str]) -> str:
+    """The stock node that one of these names is known of, as it goes on after them."""
+    return next((f"; {NODES[name]}" for name in names if name in NODES), "")
+
+
 class OnRanks:
     """What the patchers share: sizes from the ranks, and leaving the devices when ComfyUI needs the room."""
 
@@ -147,6 +160,8 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         the patches fail, or are cancelled, the shards stay.
         """
         self.refuse_unsupported()
+        if force_patch_weights:
+            self._no_weights()  # older ComfyUIs ask so for weights that are to be saved
         before = self.loaded_size()
         return_reserve(self.sharded)
         # Object patches of the clone that was used before go back first; the shards stay.
@@ -207,9 +222,24 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         for what, names in found.items():
             if names:
                 raise UnsupportedError(
-                    f"A model from Load TP Model cannot honour {what} ({', '.join(names[:4])}): the model is computed "
-                    f"on the ranks. Remove the node that sets it, or load the model with the stock loader."
+                    f"A model from Load TP Model cannot honour {what} ({', '.join(names[:4])}{by_node(names)}): the model "
+                    f"is computed on the ranks. Remove the node that sets it, or load the model with the stock loader."
                 )
+        dtype = self.object_patches.get("manual_cast_dtype")
+        if dtype is not None and dtype != self.model.get_dtype():
+            raise UnsupportedError(
+                f"A model from Load TP Model computes in {self.model.get_dtype()} on the ranks, and cannot be told to do so "
+                f"in {dtype} (the ModelComputeDtype node). Remove that node, and choose the dtype in Load TP Model."
+            )
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """As ComfyUI's, which can also make a copy with weights of its own, for training."""
+        if kwargs.get("force_deepcopy"):
+            raise UnsupportedError(
+                "A model from Load TP Model cannot be trained: its weights lie in shards on the ranks, which compute no "
+                "gradients. Train (the Train LoRA node) on a model of the stock loader."
+            )
+        return super().clone(*args, **kwargs)
 
     def _refuse_other_compute_dtype(self) -> None:
         """ModelComputeDtype may ask for the dtype that the ranks compute in, and for no other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -29,7 +29,7 @@ REFUSED_OPTIONS = {
     "patches": "patches of the model's blocks",
     "patches_replace": "replacements of the model's blocks",
     "rope_options": "changed rotary positions (the ScaleROPE node)",
-    "optimized_attention_override": "an attention override",
+    "optimized_attention_override": "an attention override (the Model Attention Backend node)",
 }
 # Those that say what is going on, or belong to wrappers that run outside the model.
 KNOWN_OPTIONS = frozenset(
@@ -125,7 +125,8 @@ class RankCalls:
                 ]
             else:
                 raise UnsupportedError(
-                    "The model was called without a conditioning. Connect a text encoder's output to the sampler."
+                    "A model from Load TP Model was called without a conditioning. Connect a text encoder's output to the "
+                    "sampler or guider."
                 )
             velocity = remote.forward(
                 x,
@@ -154,6 +155,18 @@ def references(
     ]
 
 
+def origins(patches: Any) -> Iterator[str]:
+    """Where the functions and objects among `patches` come from, as far as they tell: the class of a node and its file."""
+    if isinstance(patches, Mapping | list | tuple):
+        for inside in patches.values() if isinstance(patches, Mapping) else patches:
+            yield from origins(inside)
+        return
+    made_of = patches if hasattr(patches, "__qualname__") else type(patches)
+    module = getattr(made_of, "__module__", None) or ""
+    if module not in ("builtins", "functools", "comfy.model_patcher"):
+        yield f"{made_of.__qualname__.split('.')[0]} of {module.replace('/', '.').rpartition('.')[2]}"
+
+
 def refuse(control: Any, options: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
     """Raise `UnsupportedError` for what ComfyUI hands to a model call and the ranks do not implement."""
     if control is not None:
@@ -165,9 +178,11 @@ def refuse(control: Any, options: Mapping[str, Any], unknown: Mapping[str, Any])
         value = options.get(name)
         if value:
             inside = f": {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
+            origin = " and ".join(dict.fromkeys(origins(value)))
             raise UnsupportedError(
-                f"A model from Load TP Model cannot honour {what} (transformer_options['{name}']{inside}). Remove the "
-                f"node that patches the model, or load it with the stock loader."
+                f"A model from Load TP Model cannot honour {what} (transformer_options['{name}']{inside}"
+                f"{f'; made by {origin}' if origin else ''}). Remove the node that patches the model, or load it with the "
+                f"stock loader."
             )
     for name, value in unknown.items():
         if value is not None:

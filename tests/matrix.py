@@ -258,8 +258,45 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def nodes_section(folder: Path) -> str:
+    """Every stock node that takes a MODEL: what it does on ours, by the sweeps of the releases."""
+    files = {file.stem.removeprefix("sweep-"): file for file in folder.glob("sweep-*.json")}
+    releases = sorted(files, key=order)
+    if not releases:
+        return ""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for release in releases:
+        for finding in json.loads(files[release].read_text()):
+            found.setdefault(finding["node"], {}).setdefault(release, []).append(finding)
+    lines = [
+        "## Stock nodes",
+        "",
+        "Every stock node of a release that takes a MODEL, on FLUX.2 with Load TP Model. *works*: with the result of the",
+        "stock MODEL. *refused*: with the sentence beside it. *no effect*: it changes nothing on the stock MODEL either.",
+        "*not for FLUX.2*: it fails on the stock MODEL too. Several verdicts are those of several choices of its widgets.",
+        "",
+        f"| node | {' | '.join(releases)} | |",
+        f"|{'---|' * (len(releases) + 2)}",
+    ]
+    for node in sorted(found, key=str.lower):
+        verdicts = [_verdicts(found[node].get(release, [])) for release in releases]
+        said = dict.fromkeys(one["says"] for release in releases for one in found[node].get(release, []))
+        sentences = " / ".join(_cell(text) for text in said if text)
+        lines.append(f"| {_cell(node)} | {' | '.join(verdicts)} | {sentences} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+def _verdicts(findings: Sequence[dict[str, Any]]) -> str:
+    """Those of one node on one release in words, each once."""
+    words = (
+        "no effect" if one["verdict"] == "works" and not one["changes"] else one["verdict"]
+        for one in findings
+    )
+    return ", ".join(dict.fromkeys(words)) or "–"
+
+
 # In the page's order: each makes its part of the files that are its own, or returns "".
-SECTIONS: tuple[Callable[[Path], str], ...] = (tests_section,)
+SECTIONS: tuple[Callable[[Path], str], ...] = (tests_section, nodes_section)
 
 
 if __name__ == "__main__":
