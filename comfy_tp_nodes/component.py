@@ -129,6 +129,15 @@ class ComponentPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
         self.model.current_weight_patches_uuid = self.patches_uuid
         return self.loaded_size() - before
 
+    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> Any:
+        """Set CLIP Hooks: none pass, any are refused."""
+        if hooks is not None and len(hooks):
+            raise UnsupportedError(
+                "A text encoder on the ranks cannot honour hooks (the Set CLIP Hooks node). Remove that node, or use the "
+                "stock CLIP loader."
+            )
+        return super().register_all_hook_patches(hooks, *args, **kwargs)
+
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
         self.partially_load(device_to or self.load_device)
 

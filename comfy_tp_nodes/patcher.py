@@ -225,12 +225,6 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
                     f"A model from Load TP Model cannot honour {what} ({', '.join(names[:4])}{by_node(names)}): the model "
                     f"is computed on the ranks. Remove the node that sets it, or load the model with the stock loader."
                 )
-        dtype = self.object_patches.get("manual_cast_dtype")
-        if dtype is not None and dtype != self.model.get_dtype():
-            raise UnsupportedError(
-                f"A model from Load TP Model computes in {self.model.get_dtype()} on the ranks, and cannot be told to do so "
-                f"in {dtype} (the ModelComputeDtype node). Remove that node, and choose the dtype in Load TP Model."
-            )
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """As ComfyUI's, which can also make a copy with weights of its own, for training."""

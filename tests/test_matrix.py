@@ -131,6 +131,26 @@ def test_the_page_has_a_row_for_every_result(tmp_path: Path):
     assert "- 0.33.0: `tests/test_a.py::test_b`" in lines
 
 
+def test_the_page_has_a_row_for_every_stock_node_with_its_verdict_on_each_release(tmp_path: Path):
+    folder = tmp_path / "comfyui"
+    folder.mkdir()
+
+    def found(node: str, verdict: str, says: str = "", changes: bool = True) -> dict:
+        return {"node": node, "verdict": verdict, "says": says, "changes": changes}
+
+    old = [found("Shift", "works"), found("Nothing", "works", changes=False)]
+    new = [*old, found("Shift", "refused", "It cannot|be."), found("Cache", "refused", "No cache.")]
+    (folder / "sweep-0.33.0.json").write_text(json.dumps(new))
+    (folder / "sweep-0.3.75.json").write_text(json.dumps(old))
+    rows = [line for line in matrix.page(tmp_path).splitlines() if line.startswith("| ")]
+    assert rows == [
+        "| node | 0.3.75 | 0.33.0 | |",
+        "| Cache | – | refused | No cache. |",
+        "| Nothing | no effect | no effect | |",
+        "| Shift | works | works, refused | It cannot\\|be. |",
+    ]
+
+
 def test_a_release_that_cannot_run_is_skipped_by_name(suite: Path, capsys, monkeypatch):
     docs = suite.parent / "docs"
     docs.mkdir()

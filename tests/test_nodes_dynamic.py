@@ -341,6 +341,16 @@ def test_cfg_split_is_refused_with_a_sentence(on_two_gpus, monkeypatch):
     assert not model.get_additional_models_with_key("multigpu")
 
 
+def component(loaded: Any) -> Any:
+    """What a CLIP or VAE on the ranks of `loaded` has of a module; its shards are nobody's."""
+    from comfy_tp.comfy_tp_nodes.component import RemoteModule
+
+    shards = SimpleNamespace(
+        serve=lambda module: None, bytes_on=lambda device: 0, placement=loaded.sharded.placement
+    )
+    return RemoteModule(shards, "keep")
+
+
 @pytest.mark.parametrize("kind", ["CLIP", "VAE"])
 def test_select_clip_and_vae_device_move_nothing_and_say_so(monkeypatch, kind):
     needs("comfy_extras.nodes_multigpu.SelectCLIPDeviceNode")
@@ -348,7 +358,7 @@ def test_select_clip_and_vae_device_move_nothing_and_say_so(monkeypatch, kind):
     import comfy.sd
     from comfy_extras import nodes_multigpu
 
-    from comfy_tp.comfy_tp_nodes.component import ComponentPatcher, RemoteModule
+    from comfy_tp.comfy_tp_nodes.component import ComponentPatcher
 
     node = getattr(nodes_multigpu, f"Select{kind}DeviceNode")
     loaded = load_tp(NAME)
@@ -356,7 +366,7 @@ def test_select_clip_and_vae_device_move_nothing_and_say_so(monkeypatch, kind):
     gpus = [torch.device("cuda:0"), torch.device("cuda:1")]
     monkeypatch.setattr(management, "get_torch_device", lambda: gpus[0])
     monkeypatch.setattr(management, "get_all_torch_devices", lambda exclude_current=False: gpus)
-    module = RemoteModule(loaded.sharded, "keep")
+    module = component(loaded)
     if kind == "CLIP":
         stands_for = comfy.sd.CLIP(no_init=True)
         stands_for.cond_stage_model = module
@@ -369,6 +379,20 @@ def test_select_clip_and_vae_device_move_nothing_and_say_so(monkeypatch, kind):
         with pytest.raises(UnsupportedError, match=f"to {named} .*Select {kind} Device"):
             node.execute(stands_for, device)
     assert node.execute(stands_for, "gpu:0").args[0].patcher.load_device == gpus[0]
+
+
+def test_hooks_on_a_text_encoder_are_refused():
+    import comfy.hooks
+    from comfy_extras.nodes_hooks import SetClipHooks
+
+    from comfy_tp.comfy_tp_nodes.component import ComponentPatcher
+
+    patcher = ComponentPatcher.of(component(load_tp(NAME)))
+    clip = SimpleNamespace(clone=lambda **_: SimpleNamespace(patcher=patcher))
+    hooks = comfy.hooks.HookGroup()
+    hooks.add(comfy.hooks.WeightHook())
+    with pytest.raises(UnsupportedError, match="Set CLIP Hooks"):
+        SetClipHooks().apply_hooks(clip, False, False, hooks)
 
 
 def newest_signatures(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:

@@ -189,6 +189,6 @@ def test_a_model_that_cannot_be_honoured_is_refused_by_its_sampler_and_never_end
     assert runner.run(graph(["patched", 0], sampled=False)) is None
     error = runner.run(graph(["patched", 0]))
     assert error["node_type"] == "KSampler"
-    assert "cannot honour injections (bypass_lora)" in error["exception_message"]
+    assert "cannot honour injections (bypass_lora; a Load LoRA (Bypass) node" in error["exception_message"]
     assert runner.run(graph(["loader", 0])) is None
     assert Sees.seen[-1][0].isfinite().all()
