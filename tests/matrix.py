@@ -295,8 +295,50 @@ def _verdicts(findings: Sequence[dict[str, Any]]) -> str:
     return ", ".join(dict.fromkeys(words)) or "–"
 
 
+def templates_section(folder: Path) -> str:
+    """The official templates with our loader in place of theirs, and those that were run on small files."""
+    found = _by_release(folder, "templates-[0-9m]*.json", "templates-")
+    runs = _by_release(folder, "template-runs-*.json", "template-runs-")
+    if not found:
+        return ""
+    lines = [
+        "## Official templates",
+        "",
+        "With Load TP Model in place of their loader. *accepted*: the server takes it as it takes the original.",
+        "*same picture*: it was run on small files of the named kinds, and gave the picture of the stock loaders. Else the",
+        "node that the release lacks, or the sentence that refuses it.",
+        "",
+        f"| template | {' | '.join(found)} |",
+        f"|{'---|' * (len(found) + 1)}",
+    ]
+    for name in sorted({name for one in found.values() for name in one}):
+        cells = [
+            _template_cell(one.get(name), runs.get(release, {}).get(name)) for release, one in found.items()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by_release(folder: Path, pattern: str, prefix: str) -> dict[str, dict[str, Any]]:
+    files = {file.stem.removeprefix(prefix): file for file in folder.glob(pattern)}
+    return {release: json.loads(files[release].read_text()) for release in sorted(files, key=order)}
+
+
+def _template_cell(accepted: dict[str, Any] | None, ran: dict[str, Any] | None) -> str:
+    if accepted is None:
+        return "–"
+    if ran and ran.get("refused"):
+        return _cell(f"refused: {ran['refused']}")
+    if ran and ran.get("ran"):
+        return "same picture"
+    if accepted.get("refused"):
+        return _cell("refused: " + "; ".join(accepted["refused"]))
+    lacks = accepted.get("missing") or []
+    return f"lacks {', '.join(lacks)}" if lacks else "accepted"
+
+
 # In the page's order: each makes its part of the files that are its own, or returns "".
-SECTIONS: tuple[Callable[[Path], str], ...] = (tests_section, nodes_section)
+SECTIONS: tuple[Callable[[Path], str], ...] = (tests_section, templates_section, nodes_section)
 
 
 if __name__ == "__main__":

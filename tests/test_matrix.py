@@ -171,3 +171,20 @@ def test_docs_comfyui_md_is_what_its_files_make():
     for file in (matrix.DOCS / "comfyui").glob("*.json"):
         text = file.read_text()
         assert os.path.expanduser("~") not in text and json.loads(text), file.name
+
+
+def test_the_page_shows_which_templates_are_accepted_run_or_refused(tmp_path):
+    folder = tmp_path / "comfyui"
+    folder.mkdir()
+    accepted = {"families": ["FLUX.2"], "missing": [], "refused": []}
+    (folder / "templates-0.3.75.json").write_text(
+        json.dumps({"one": {"families": ["FLUX.2"], "missing": ["ComfySwitchNode"]}, "two": accepted})
+    )
+    (folder / "templates-master.json").write_text(json.dumps({"one": accepted, "three": accepted}))
+    runs = {"one": {"ran": True, "small_decoder": True}, "three": {"refused": "It cannot."}}
+    (folder / "template-runs-master.json").write_text(json.dumps(runs))
+    page = matrix.page(tmp_path)
+    assert "| template | 0.3.75 | master |" in page
+    assert "| one | lacks ComfySwitchNode | same picture |" in page
+    assert "| three | – | refused: It cannot. |" in page
+    assert "| two | accepted | – |" in page
