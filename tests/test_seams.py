@@ -257,7 +257,10 @@ def test_a_family_that_does_not_fit_is_refused_when_a_model_of_it_is_loaded(lack
 
     lacking(seams.FLUX1)
     architectures = {name: architecture_named(name) for name in ("flux", "flux2")}
-    sources = {name: SimpleNamespace(architecture=found, path=name) for name, found in architectures.items()}
+    sources = {
+        name: SimpleNamespace(architecture=found, path=name, config=next(iter(found.examples.values())))
+        for name, found in architectures.items()
+    }
     check_sampled(sources["flux2"])
     with pytest.raises(UnsupportedError, match=r"^FLUX\.1 needs ComfyUI .*takes no flavour"):
         check_sampled(sources["flux"])
