@@ -131,7 +131,12 @@ def _run_pytest(
     command: list[str], folder: Path, variables: dict[str, str], log: Path, limit_s: float
 ) -> str:
     """Run to the end or the limit, leave no process behind, and say how it ended."""
-    given = {name: value for name, value in os.environ.items() if name != "COMFYUI_PYTHON"}
+    # Where one of several pytest processes runs the matrix, those that it starts are not of the same run.
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "COMFYUI_PYTHON" and not name.startswith("PYTEST_XDIST_")
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
