@@ -256,11 +256,6 @@ SEAMS: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 
 
-def features() -> list[str]:
-    """Every feature that names of ComfyUI are listed for."""
-    return list(SEAMS)
-
-
 def names() -> dict[str, tuple[str, ...] | None]:
     """Every name that is listed, whatever it is for."""
     return {name: parameters for used in SEAMS.values() for name, parameters in used.items()}

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("in_comfy")
 def test_the_installed_comfyui_has_every_seam():
     from comfy_tp.comfy_tp_nodes import seams
 
-    found = {feature: seams.problems(feature) for feature in seams.features() if feature != seams.OVERRIDES}
+    found = {feature: seams.problems(feature) for feature in seams.SEAMS if feature != seams.OVERRIDES}
     assert {feature: texts for feature, texts in found.items() if texts} == {}
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -425,6 +426,20 @@ def other_model(name: str, example: str):
     return architecture, model, architecture.inputs(model.config, torch.Generator().manual_seed(1))
 
 
+def check_two_ranks_equal(model: torch.nn.Module, path: Path, inputs: dict[str, Any]) -> None:
+    """The file at `path`, read by two ranks, gives what the whole `model` gives for `inputs`."""
+    with torch.inference_mode():
+        want = model(**inputs, return_dict=False)[0]
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks)
+        with torch.inference_mode():
+            return loaded(**inputs, return_dict=False)[0]
+
+    for result in on_ranks(2, work):
+        assert rel_l2(result, want) <= 1e-6
+
+
 @pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("flux", "schnell"), ("qwenimage", "base")])
 @pytest.mark.parametrize("prefix", PREFIXES[:2])
 def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, name, example, prefix):
@@ -437,16 +452,7 @@ def test_single_files_of_the_other_models_are_recognised_and_sharded(tmp_path, n
     assert opened.architecture.name == name
     for key, value in architecture.examples[example].items():
         assert opened.config.get(key, model.config[key]) == value, key
-    with torch.inference_mode():
-        want = model(**inputs, return_dict=False)[0]
-
-    def work(ranks: Ranks) -> torch.Tensor:
-        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks)
-        with torch.inference_mode():
-            return loaded(**inputs, return_dict=False)[0]
-
-    for result in on_ranks(2, work):
-        assert rel_l2(result, want) <= 1e-6
+    check_two_ranks_equal(model, path, inputs)
 
 
 @pytest.mark.parametrize(("name", "example"), [("flux", "dev"), ("flux", "schnell"), ("flux2", "dev")])
@@ -464,16 +470,7 @@ def test_single_files_in_diffusers_names_are_recognised_without_a_config_json(
     for key, value in architecture.examples[example].items():
         assert opened.config.get(key, model.config[key]) == value, key
     assert ModelSource.open(path).heads == model.config["num_attention_heads"]
-    with torch.inference_mode():
-        want = model(**inputs, return_dict=False)[0]
-
-    def work(ranks: Ranks) -> torch.Tensor:
-        loaded, _ = load_opened(open_model(Checkpoint.open(path)), ranks)
-        with torch.inference_mode():
-            return loaded(**inputs, return_dict=False)[0]
-
-    for result in on_ranks(2, work):
-        assert rel_l2(result, want) <= 1e-6
+    check_two_ranks_equal(model, path, inputs)
 
 
 @pytest.mark.parametrize("style", ["plain", "metadata", "scaled_fp8"])
