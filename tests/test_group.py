@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -366,6 +367,7 @@ def test_a_hundred_requests_leave_memory_descriptors_and_threads_as_they_were(gr
     tensor = torch.randn(512, 1024)
 
     def measure():
+        gc.collect()  # what tests before this one have left is not counted before and gone after
         ranks = group.status()["ranks"]
         descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ["self", *group.pids]]
         threads = [threading.active_count(), *(entry["threads"] for entry in ranks)]
