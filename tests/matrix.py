@@ -146,6 +146,8 @@ def _run_pytest(
             cwd=folder,
             env={**given, **variables},
             start_new_session=True,
+            # `_end` ends it as Ctrl-C does, which a shell's background jobs ignore.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         # 0: all passed, 1: some failed, 5: there was none.

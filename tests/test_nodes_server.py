@@ -185,8 +185,8 @@ def test_nothing_of_the_ranks_outlives_comfyui(signals):
         for number in signals:
             os.kill(server.pid, number)
             time.sleep(0.1)
-        assert still_running([*pids, launcher], 6 * SOON) == []  # busy machines too
-        deadline = time.monotonic() + 6 * SOON
+        assert still_running([*pids, launcher], SOON) == []
+        deadline = time.monotonic() + SOON
         while folder.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not folder.exists()

@@ -182,6 +182,8 @@ class ComfyServer:
 
         def end_with_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            # A shell's background jobs ignore Ctrl-C, and so would ComfyUI, which ends by it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(
