@@ -387,7 +387,8 @@ def test_a_hundred_requests_leave_memory_descriptors_and_threads_as_they_were(gr
     use()
     memory_after, descriptors_after, threads_after = measure()
     assert descriptors_after == descriptors
-    assert threads_after == threads
+    # A thread that an earlier test left may end meanwhile; what must not happen is that there are more.
+    assert all(after <= before for before, after in zip(threads, threads_after, strict=True))
     for before, after in zip(memory, memory_after, strict=True):
         assert after - before < 20e6
 
