@@ -110,11 +110,12 @@ def run(version: str, suite: Path, limit_s: float, workers: int) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.jsonl"
         report.touch()
+        # The package of this checkout, whichever one the release's environment was built by.
+        (Path(scratch) / "comfy_tp").symlink_to(ROOT)
+        before = filter(None, [os.environ.get("PYTHONPATH")])
         variables = {
             "COMFYUI_PATH": str(folder),
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), scratch, *before]),
             matrix_report.VARIABLE: str(report),
             MARK: mark,
         }

@@ -321,6 +321,11 @@ def test_requirements_that_cannot_be_installed_leave_the_tree_and_can_be_had_lat
     (wheels / "comfyui_frontend_package-9.9.9-py3-none-any.whl").unlink()
     assert "comfyui-frontend-package==9.9.9. Its tree stays" in refused(capsys, NEWEST, "--again")
     assert listed(capsys)[NEWEST]["frontend"] == "9.9.9" and environment.ready(NEWEST)
+    # The environment that it was built on goes.
+    (beneath,) = (cache / f"env-{NEWEST}").glob(f"lib/python*/site-packages/{environment.RUNNING}")
+    beneath.write_text(beneath.read_text().replace("site-packages", "gone"))
+    assert not environment.ready(NEWEST)
+    assert "what it was built on is gone" in listed(capsys)[NEWEST]["fault"]
 
 
 def test_a_build_that_was_killed_is_named_and_what_was_there_before_comes_back(

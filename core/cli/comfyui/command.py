@@ -92,13 +92,13 @@ def figures(version: str, found: tree.Tree | None) -> dict[str, Any]:
         "commit": COMMITS.get(version) if found is None else found.commit,
     }
     if found is not None:
-        half = environment.environment_folder(version).exists() and not environment.ready(version)
+        broken = environment.environment_folder(version).exists() and not environment.ready(version)
         row |= {
             "path": str(found.path),
             "prints": found.prints,
             "source": found.source,
             "missing": list(found.missing),
-            "fault": found.fault or ("has an environment that is half built" if half else None),
+            "fault": found.fault or (f"has an environment that {environment.BROKEN}" if broken else None),
             "python": environment.comfyui_python(found.path) if environment.ready(version) else None,
             "frontend": environment.frontend(version),
         }

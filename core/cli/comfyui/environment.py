@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -24,8 +25,12 @@ KEPT = ("torch", "torchvision")
 AUDIO = "torchaudio==2.11.1"
 # In an environment that is being built, as its first file and until its last step.
 UNFINISHED = ".unfinished"
+BROKEN = "is half built, or what it was built on is gone"
 # Begins the name of the environment that one under construction is to replace.
 BEFORE = ".before-"
+# Names, in an environment, the package folders of the one that it was built on; last in the order of names.
+RUNNING = "zz_running.pth"
+ADD = "import site; site.addsitedir"
 
 
 def environment_folder(version: str) -> Path:
@@ -36,7 +41,10 @@ def environment_folder(version: str) -> Path:
 def ready(version: str) -> bool:
     """Whether a release has all that it needs to run: 0.3.75 has it in the running environment."""
     folder = environment_folder(version)
-    return version == WHEEL_RELEASE or (_python(folder).exists() and not (folder / UNFINISHED).exists())
+    if version == WHEEL_RELEASE:
+        return True
+    whole = _python(folder).exists() and not (folder / UNFINISHED).exists()
+    return whole and all(Path(path).is_dir() for path in _beneath(folder))
 
 
 def comfyui_python(tree: Path) -> str:
@@ -49,7 +57,7 @@ def comfyui_python(tree: Path) -> str:
         return sys.executable
     if not ready(version):
         raise ConfigError(
-            f"{environment_folder(version)} is half built. Run `comfy-tp comfyui get {version}`, which finishes it."
+            f"{environment_folder(version)} {BROKEN}. Run `comfy-tp comfyui get {version}`, which builds it."
         )
     return str(_python(environment_folder(version))) if version != WHEEL_RELEASE else sys.executable
 
@@ -123,9 +131,14 @@ def _add_running_environment(folder: Path) -> None:
     """Append the running environment's packages to the import path; its own .pth files count too."""
     (site,) = folder.glob("lib/python*/site-packages")
     running = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    (site / "zz_running.pth").write_text(
-        "".join(f"import site; site.addsitedir({path!r})\n" for path in running)
-    )
+    (site / RUNNING).write_text("".join(f"{ADD}({path!r})\n" for path in running))
+
+
+def _beneath(folder: Path) -> list[str]:
+    """The package folders of the environment that this one was built on."""
+    files = folder.glob(f"lib/python*/site-packages/{RUNNING}")
+    lines = [line for path in files for line in path.read_text().splitlines() if line.startswith(ADD)]
+    return [ast.literal_eval(line.removeprefix(ADD)) for line in lines]
 
 
 def _install(version: str, requirements: Path, folder: Path, deadline: Deadline) -> None:
