@@ -95,7 +95,9 @@ def test_a_call_is_one_message_with_the_latent_alone_and_text_and_references_cro
     assert len(kept) == 1 + references
     assert sum(payload for _, payload in kept) >= 4 * 48 * TEXT_TOKENS + references * LATENT_BYTES
     calls = traffic.named("forward")
-    assert len(calls) == CALLS and len(traffic.commands) == len(kept) + CALLS
+    # The patches of an earlier test are taken off by the first run.
+    others = [name for name, _, _ in traffic.commands if name not in ("keep", "forward")]
+    assert len(calls) == CALLS and others in ([], ["patch"])
     for header, payload in calls:
         assert LATENT_BYTES < payload <= LATENT_BYTES + 3 * wire.ALIGNMENT
         assert header < MOST_HEADER_BYTES
