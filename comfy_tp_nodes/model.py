@@ -18,6 +18,7 @@ from ..core.models import flux2, qwenimage
 from ..core.tp.skeleton import building
 from . import seams
 from .conditioning import KEYS, KeyCond
+from .errors import refuse_training
 from .proxy import CONTEXT, REFERENCES
 from .sharded import ShardedModel
 from .source import ModelSource
@@ -106,6 +107,15 @@ class ShardedBase(BaseModel):
         split = (8 + 3 * model.mlp_ratio) / self.sharded.placement.degree
         itemsize = self.compute_dtype.itemsize
         return float(input_shape[0] * tokens * model.width * (split + 8) * itemsize)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, but refused outside inference mode.
+
+        There training begins: it freezes all parameters, or puts a LoRA around every module, and both go through here.
+        """
+        if not torch.is_inference_mode_enabled():
+            refuse_training()
+        return super().named_modules(*args, **kwargs)
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Refused: the weights are on the ranks."""

@@ -16,7 +16,7 @@ from comfy.patcher_extension import CallbacksMP
 from ..core.calls.remote import RemoteModel
 from ..core.errors import UnsupportedError
 from . import seams
-from .errors import comfy_errors
+from .errors import comfy_errors, refuse_training
 from .patches import push_patches
 from .room import free_for_ranks, needed_by_streaming, return_reserve
 from .sharded import KEEP, PARK, ShardedModel
@@ -229,11 +229,12 @@ class ShardedPatcher(OnRanks, comfy.model_patcher.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """As ComfyUI's, which can also make a copy with weights of its own, for training."""
         if kwargs.get("force_deepcopy"):
-            raise UnsupportedError(
-                "A model from Load TP Model cannot be trained: its weights lie in shards on the ranks, which compute no "
-                "gradients. Train (the Train LoRA node) on a model of the stock loader."
-            )
+            refuse_training()
         return super().clone(*args, **kwargs)
+
+    def add_weight_wrapper(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: what computes a weight anew in every call, as a LoRA in training does, cannot reach the shards."""
+        refuse_training()
 
     def _refuse_other_compute_dtype(self) -> None:
         """ModelComputeDtype may ask for the dtype that the ranks compute in, and for no other."""

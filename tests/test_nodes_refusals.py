@@ -83,7 +83,7 @@ def test_hooks_are_refused():
             ("object patches", "diffusion_model.img_in"),
         ),
         (
-            lambda m: m.add_weight_wrapper("diffusion_model.img_in.weight", print),
+            lambda m: m.weight_wrapper_patches.update({"diffusion_model.img_in.weight": [print]}),
             ("weight wrappers", "img_in"),
         ),
         (
@@ -110,6 +110,26 @@ def test_a_change_inside_the_model_is_refused_by_name(change, words):
     change(model)
     with refused(UnsupportedError, "Load TP Model", *words):
         run(model)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda m: m.add_weight_wrapper("diffusion_model.img_in.weight", print),
+        lambda m: m.model.requires_grad_(False),
+        lambda m: list(m.model.named_modules()),
+        lambda m: m.clone(force_deepcopy=True),
+    ],
+    ids=["LoRA around a weight", "frozen weights", "adapters for modules", "copy of its own"],
+)
+def test_training_is_refused_where_it_begins(begin):
+    with refused(UnsupportedError, "Load TP Model", "cannot be trained", "stock loader"):
+        begin(tp_model().clone())
+
+
+def test_weights_may_be_frozen_for_inference():
+    with torch.inference_mode():
+        assert tp_model().model.requires_grad_(False) is tp_model().model
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

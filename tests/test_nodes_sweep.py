@@ -77,6 +77,7 @@ FEW = [
     ("comfy_extras.nodes_freelunch", "FreeU", NOT_FOR_THIS_MODEL, ""),
     ("comfy_extras.nodes_slg", "SkipLayerGuidanceDiT", REFUSED, "SkipLayerGuidanceDiT of nodes_slg"),
     ("comfy_extras.nodes_flux", "FluxKVCache", REFUSED, "Flux KV Cache"),
+    ("comfy_extras.nodes_train", "TrainLoraNode", REFUSED, "cannot be trained: .* Train LoRA node"),
     ("comfy_extras.nodes_lora_debug", "LoraLoaderBypassModelOnly", REFUSED, "Load LoRA \\(Bypass\\)"),
 ]
 
