@@ -11,6 +11,7 @@ import comfy.model_management
 import comfy.sd
 import torch
 
+from ..core.calls.vae import Decode, Encode
 from ..core.errors import InputError
 from .component import ComponentPatcher, RemoteModule
 from .sharded import ShardedModel
@@ -41,7 +42,7 @@ class RemoteAutoencoder(RemoteModule):
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Latents [B, 128, h, w] of pixels [B, 3, H, W] in -1..1."""
-        return self.on_ranks(lambda remote, poll: remote.encode_image(pixels, poll=poll))
+        return self.on_ranks(lambda remote, poll: remote.ask(Encode, pixels, poll=poll))
 
     def decode(self, latents: torch.Tensor, **options: Any) -> torch.Tensor:
         """Pixels [B, 3, H, W] in about -1..1 of latents [B, 128, h, w]. Raises `InputError` for those of a video."""
@@ -50,7 +51,7 @@ class RemoteAutoencoder(RemoteModule):
                 f"The latent has the shape {list(latents.shape)}, but this VAE takes [batch, {CHANNELS}, height, width]. It "
                 f"belongs to another model: use the VAE that was made for it."
             )
-        return self.on_ranks(lambda remote, poll: remote.decode_latent(latents, poll=poll))
+        return self.on_ranks(lambda remote, poll: remote.ask(Decode, latents, poll=poll))
 
 
 class RemoteVAE(comfy.sd.VAE):

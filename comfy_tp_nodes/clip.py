@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import comfy.sd
 import torch
 
+from ..core.calls.encode import EncodeText
 from ..core.errors import UnsupportedError
 from ..core.parts.prompts import PromptTokenizer, tokenizer_folder
 from .component import ComponentPatcher, RemoteModule
@@ -64,7 +65,7 @@ class RemoteEncoder(RemoteModule):
             numbers, mask = self.prompts.padded([int(pair[0]) for pair in section])
             rows.append(
                 self.on_ranks(
-                    lambda remote, poll, n=numbers, m=mask: remote.encode_text(n, m, poll=poll)  # type: ignore[misc]
+                    lambda remote, poll, n=numbers, m=mask: remote.ask(EncodeText, n, m, poll=poll)  # type: ignore[misc]
                 )
             )
         return torch.cat(rows), None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import ConfigError
-from ..core.ranks.address import parse_address
+from ..core.ranks.machines.address import parse_address
 from ..core.tp.plan import check_heads, legal_degrees
 from . import groups
 

@@ -12,13 +12,12 @@ import comfy.samplers
 import torch
 from tqdm.auto import tqdm
 
-from ..core.calls.remote import Conditioning, RemoteModel
-from ..core.calls.sampling import SAMPLERS, why_not_descending
+from ..core.calls.inputs import Input
+from ..core.calls.samplers import SAMPLERS, why_not_descending
 from . import seams
-from .conditioning import KEYS
 from .errors import comfy_errors
 from .patcher import POLICY, STUBS
-from .proxy import CONTEXT, REFERENCES
+from .proxy import CONTEXT, METHOD, REFERENCES
 
 log = logging.getLogger("comfy_tp.nodes")
 
@@ -46,7 +45,6 @@ CONDITIONING = {
     "model_conds",
     "uuid",
 }
-MODEL_CONDS = {CONTEXT, REFERENCES, "guidance", "ref_latents_method", "y"}
 
 
 class MirroredSampler(comfy.samplers.Sampler):
@@ -89,7 +87,6 @@ class MirroredSampler(comfy.samplers.Sampler):
         start = sampling.noise_scaling(sigmas[0], noise, latent_image, self.max_denoise(model_wrap, sigmas))
         guided = not math.isclose(model_wrap.cfg, 1.0)
         conds = model_wrap.conds
-        method = model.diffusion_model.reference_method
 
         line = model.sharded.line
         line.begin(len(sigmas) - 1)
@@ -107,8 +104,8 @@ class MirroredSampler(comfy.samplers.Sampler):
                 start,
                 sigmas,
                 sampler=self.name,
-                positive=conditioning(remote, conds["positive"][0], method, poll),
-                negative=conditioning(remote, conds["negative"][0], method, poll) if guided else None,
+                positive=conditioning(model.diffusion_model, conds["positive"][0]),
+                negative=conditioning(model.diffusion_model, conds["negative"][0]) if guided else None,
                 cfg=float(model_wrap.cfg),
                 on_step=on_step,
                 preview=callback is not None,
@@ -117,28 +114,9 @@ class MirroredSampler(comfy.samplers.Sampler):
         return sampling.inverse_noise_scaling(sigmas[-1], result.to(noise.device))
 
 
-def conditioning(remote: RemoteModel, cond: Mapping[str, Any], method: str, poll: Any) -> Conditioning:
-    """What the ranks need of one encoded conditioning; its tensors are sent unless they are there already.
-
-    `method` places the references where the conditioning does not say how.
-    """
-    encoded = {name: entry.cond for name, entry in cond["model_conds"].items()}
-    guidance = encoded.get("guidance")
-    pooled = encoded.get("y")
-    references = encoded[REFERENCES].T.tolist() if REFERENCES in encoded else []
-    return Conditioning(
-        context=remote.keep(rows(encoded[CONTEXT][:, 0].tolist()), poll=poll),
-        guidance=None if guidance is None else float(guidance.flatten()[0]),
-        references=[remote.keep(rows(keys), poll=poll) for keys in references],
-        reference_method=encoded.get("ref_latents_method", method),
-        pooled=None if pooled is None else remote.keep(pooled, poll=poll),
-    )
-
-
-def rows(keys: Sequence[int]) -> torch.Tensor:
-    """The tensor [b, ...] that the keys of its rows stand for; the kept object itself where all rows are one."""
-    tensors = [KEYS.tensor(key) for key in keys]
-    return tensors[0] if len(set(keys)) == 1 else torch.cat(tensors)
+def conditioning(model: Any, cond: Mapping[str, Any]) -> dict[str, Input]:
+    """One encoded conditioning as inputs of the ranks' model call, read as the diffusion `model` reads its arguments."""
+    return model.inputs_of({name: entry.cond for name, entry in cond["model_conds"].items()})
 
 
 def why_not_mirrored(
@@ -234,7 +212,7 @@ def _foreign_conditioning(guider: Any) -> str | None:
         if CONTEXT not in encoded:
             return f"the {side} conditioning has no text"
         for name in encoded:
-            if name not in MODEL_CONDS:
+            if name not in (CONTEXT, REFERENCES, METHOD, *guider.inner_model.diffusion_model.inputs):
                 return f"the {side} conditioning gives the model {name}"
     return None
 

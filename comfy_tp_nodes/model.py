@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import comfy.conds
 import torch
 
+from ..core.calls.keys import KEYS
 from ..core.checkpoint.settings import config_path
 from ..core.errors import UnsupportedError
 from ..core.models import flux2, qwenimage
 from ..core.tp.skeleton import building
 from . import seams
-from .conditioning import KEYS, KeyCond
+from .conditioning import KeyCond
 from .errors import refuse_training
 from .proxy import CONTEXT, REFERENCES
 from .sharded import ShardedModel

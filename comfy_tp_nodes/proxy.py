@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
-from ..core.calls.remote import Poll, RemoteModel
+from ..core.calls.inputs import Input
+from ..core.calls.keys import KEYS, Kept, of_batch
 from ..core.errors import UnsupportedError
 from ..core.models.tokens import REFERENCE_METHODS
-from .conditioning import KEYS, shares
 from .errors import comfy_errors
 from .patcher import in_the_middle_of_a_run
 from .sharded import ShardedModel
@@ -23,6 +23,7 @@ log = logging.getLogger("comfy_tp.nodes")
 
 CONTEXT = "tp_context"
 REFERENCES = "tp_references"
+METHOD = "ref_latents_method"
 
 # transformer_options that change what the blocks compute. Empty ones are harmless.
 REFUSED_OPTIONS = {
@@ -52,6 +53,8 @@ class RankCalls:
     reference_method: str  # how references are placed where the conditioning does not say
     width: int  # of the residual stream
     mlp_ratio: float
+    # Argument of ComfyUI's forward -> the input of `predict` that it is; None: nothing that this model reads.
+    inputs: Mapping[str, str | None] = {}
     stock_signature: inspect.Signature  # of the forward of ComfyUI's class
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -78,81 +81,62 @@ class RankCalls:
         for name, parameter in self.stock_signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
-        return self.call_ranks(**self.arguments(given))
+        return self.call_ranks(given.pop("x"), given.pop("timestep"), given)
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of `call_ranks`, from the call's own by name; what is not known goes into `more`."""
-        known = ("x", "timestep", "context", "ref_latents", "control", "guidance", "transformer_options")
-        return {**{name: given.pop(name, None) for name in known}, "more": given}
+    def call_ranks(self, x: torch.Tensor, timestep: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        """Velocity in the shape of `x` at `timestep` [B]; `given` are the call's other arguments by name.
 
-    def call_ranks(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor | None,
-        *,
-        pooled: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
-        ref_latents: list[torch.Tensor] | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any],
-        more: dict[str, Any],
-    ) -> torch.Tensor:
-        """Velocity in the shape of `x` at `timestep` [B]. Refuses by name whatever the ranks cannot honour.
-
-        `more` are the call's further keywords: the keys of text and references, and the method that places these.
+        Refuses by name whatever the ranks cannot honour.
         """
-        context_keys = more.pop(CONTEXT, None)
-        reference_keys = more.pop(REFERENCES, None)
-        method = more.pop("ref_latents_method", self.reference_method)
-        refuse(control, transformer_options, more)
-        if (ref_latents or reference_keys is not None) and method not in REFERENCE_METHODS:
-            raise UnsupportedError(
-                f"The reference method '{method}' (reference_latents_method) is not known to Load TP Model. Set the "
-                f"FluxKontextMultiReferenceLatentMethod node to one of {', '.join(REFERENCE_METHODS)}."
-            )
+        options = given.pop("transformer_options")
+        inputs = self.inputs_of(given)
+        refuse(given.pop("control", None), options, given)
         poll = comfy.model_management.throw_exception_if_processing_interrupted
         with comfy_errors():
             remote = in_the_middle_of_a_run(self.sharded)
-            if context is not None:
-                # A wrapper gave a conditioning of its own.
-                contexts = [
-                    remote.keep(row, poll=poll) for row in KEYS.rows(context, context.dtype, self.text_length)
-                ]
-            elif context_keys is not None:
-                contexts = [
-                    remote.keep(KEYS.tensor(key), poll=poll) for key in shares(context_keys[:, 0].tolist())
-                ]
-            else:
-                raise UnsupportedError(
-                    "A model from Load TP Model was called without a conditioning. Connect a text encoder's output to the "
-                    "sampler or guider."
-                )
-            velocity = remote.forward(
-                x,
-                timestep,
-                contexts,
-                guidance=guidance,
-                references=references(remote, ref_latents, reference_keys, poll),
-                reference_method=method,
-                pooled=pooled,
-                poll=poll,
-            )
-        self.sharded.line.called(transformer_options, remote.last_step_seconds)
+            velocity = remote.forward(x, timestep, inputs, poll=poll)
+        self.sharded.line.called(options, remote.last_step_seconds)
         return velocity.to(x.device, x.dtype)
 
+    def inputs_of(self, given: dict[str, Any]) -> dict[str, Input]:
+        """The inputs of the ranks' model call, taken out of the arguments of ComfyUI's."""
+        inputs: dict[str, Input] = {
+            "context": self.context(given.pop("context", None), given.pop(CONTEXT, None))
+        }
+        for name, known in self.inputs.items():
+            value = given.pop(name, None)
+            if known is not None and value is not None:
+                inputs[known] = value
+        method = given.pop(METHOD, self.reference_method)
+        latents, keys = given.pop("ref_latents", None), given.pop(REFERENCES, None)
+        if latents or keys is not None:
+            # Latents are a wrapper's own.
+            inputs["references"] = (
+                list(latents) if latents else [of_batch(column) for column in keys.T.tolist()]
+            )
+            inputs["reference_method"] = known_method(method)
+        return inputs
 
-def references(
-    remote: RemoteModel, latents: list[torch.Tensor] | None, keys: torch.Tensor | None, poll: Poll
-) -> list[torch.Tensor | Sequence[int]]:
-    """The references of a call for `RemoteModel.forward`: latents of a wrapper's own, or what keys [B, R] stand for."""
-    if latents:
-        return list(latents)
-    if keys is None:
-        return []
-    return [
-        [remote.keep(KEYS.tensor(key), poll=poll) for key in shares(column)] for column in keys.T.tolist()
-    ]
+    def context(self, own: torch.Tensor | None, keys: torch.Tensor | None) -> Kept:
+        """The text: a conditioning of a wrapper's own, or what the keys [B, 1] stand for."""
+        if own is not None:
+            return KEYS.kept(*KEYS.rows(own, own.dtype, self.text_length))
+        if keys is None:
+            raise UnsupportedError(
+                "A model from Load TP Model was called without a conditioning. Connect a text encoder's output to the "
+                "sampler or guider."
+            )
+        return of_batch(keys[:, 0].tolist())
+
+
+def known_method(method: str) -> str:
+    """`method`, or `UnsupportedError` where references cannot be placed so."""
+    if method not in REFERENCE_METHODS:
+        raise UnsupportedError(
+            f"The reference method '{method}' (reference_latents_method) is not known to Load TP Model. Set the "
+            f"FluxKontextMultiReferenceLatentMethod node to one of {', '.join(REFERENCE_METHODS)}."
+        )
+    return method
 
 
 def origins(patches: Any) -> Iterator[str]:

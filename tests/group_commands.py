@@ -27,7 +27,7 @@ def alone(context, header, tensors):
     deadline = time.monotonic() + header["seconds"] * (context.rank + 1)
     while time.monotonic() < deadline:
         context.stop_if_cancelled()
-        context.pulse("alone")
+        context.progress("alone")
         time.sleep(0.01)
     context.check_cancelled()
     return {}, []
@@ -81,7 +81,7 @@ def dies(context, header, tensors):
 
 def hangs(context, header, tensors):
     """One rank never joins the collective that the others wait in."""
-    context.pulse("step 1")
+    context.progress("step 1")
     if context.rank == header["rank"]:
         time.sleep(3600)
     dist.all_reduce(torch.ones(1), group=context.data_group)

@@ -383,10 +383,10 @@ def stacked(ranks: Ranks) -> dict[str, Any]:
         for step, seed, strength in (("first", 10, 0.9), ("new strength", 10, -0.4), ("swap", 11, 0.6)):
             chosen = [patch_for(state, place, kind, seed, strength=strength) for place in WHOLE]
             held = step == "new strength"
-            entries = {
-                100 * seed + index: Entry(None if held else patch, strength)
+            entries = [
+                Entry(100 * seed + index, None if held else patch, strength)
                 for index, patch in enumerate(chosen)
-            }
+            ]
             started = ranks.collectives
             report = patches.commit(patches.stage(entries, mode="side"))
             reduces = ranks.collectives - started

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from comfy_tp.core.calls import commands
+from comfy_tp.core.calls.patch import SetPatches
+from comfy_tp.core.lora.apply import PatchReport
+from comfy_tp.core.ranks.context import RankContext
 
 
-def patch(context: Any, header: dict[str, Any], tensors: list) -> commands.Result:
-    """`patch`, but rank 1 raises before it has anything to put in place."""
-    if context.rank == 1 and header["mode"] == "side":
-        raise MemoryError("no memory for the side path")
-    return commands.patch(context, header, tensors)
+class FailingPatches(SetPatches):
+    """`SetPatches`, but rank 1 raises before it has anything to put in place."""
+
+    def run(self, rank: RankContext) -> PatchReport:
+        if rank.rank == 1 and self.mode == "side":
+            raise MemoryError("no memory for the side path")
+        return super().run(rank)
 
 
-COMMANDS = {**commands.COMMANDS, "patch": patch}
+COMMANDS = {**commands.COMMANDS, "patch": FailingPatches.command}

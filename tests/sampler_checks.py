@@ -169,7 +169,7 @@ class Run:
 
 @check
 def mirrored_samplers() -> Any:
-    from comfy_tp.core.calls.sampling import SAMPLERS
+    from comfy_tp.core.calls.samplers import SAMPLERS
 
     # Five steps: the multistep samplers reach their full order of four in the last but one.
     return {
@@ -186,7 +186,8 @@ def mirrored_samplers_on_a_formula() -> Any:
     import comfy.samplers
     from comfy_extras.nodes_flux import Flux2Scheduler
 
-    from comfy_tp.core.calls.sampling import SAMPLERS, Condition, denoise
+    from comfy_tp.core.calls.sample import denoise
+    from comfy_tp.core.calls.samplers import SAMPLERS
 
     sampling = Run.native.get_model_object("model_sampling")
     weights = torch.randn(12, 12, generator=torch.Generator().manual_seed(4)) / 4
@@ -218,11 +219,11 @@ def mirrored_samplers_on_a_formula() -> Any:
     return {
         f"{name} on {schedule}": relative(
             denoise(
-                lambda x, t, c, **_: velocity(x, t),
+                lambda x, t, _: velocity(x, t),
                 x,
                 sigmas,
                 sampler=name,
-                positive=Condition(torch.zeros(1, 1, 1)),
+                positive={},
             ),
             comfy.samplers.sampler_object(name).sampler_function(
                 Model(), x.clone(), sigmas, extra_args={}, disable=True

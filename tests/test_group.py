@@ -15,7 +15,7 @@ from group_processes import COMMANDS, command_line, listening_addresses
 
 from comfy_tp.core.errors import Cancelled, CheckpointError, ConfigError, RankError, RankOutOfMemory
 from comfy_tp.core.ranks.client import RankGroup
-from comfy_tp.core.ranks.rank import resident_bytes
+from comfy_tp.core.ranks.commands import resident_bytes
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from test_group_node import rank_1_says
 from comfy_tp.core.errors import RankError
 from comfy_tp.core.ranks import heartbeat as life
 from comfy_tp.core.ranks.client import RankGroup
-from comfy_tp.core.ranks.heartbeat import RankPulse
+from comfy_tp.core.ranks.heartbeat import RankHeartbeat
 from comfy_tp.core.ranks.machines.node import tcp_listener
-from comfy_tp.core.ranks.machines.watch import StorePulse
+from comfy_tp.core.ranks.machines.watch import StoreHeartbeat
 from comfy_tp.core.ranks.port import ClientPort
-from comfy_tp.core.ranks.watchdog import Judge
+from comfy_tp.core.ranks.watchdog import Watchdog
 
 HEARTBEAT = 30.0
 LIMIT = 5.0  # of the silence in a cancelled command, with that heartbeat time-out
@@ -132,19 +132,19 @@ def test_who_waits_for_the_end_of_a_cancelled_command_can_cancel_that_too(group)
 
 def verdict_on(*, beat: float, progress: float, cancelled: bool) -> dict | None:
     """What is said of a rank in a command whose last sign of life and last step were so many seconds ago."""
-    pulse = life.PulseFile(None, 1)
-    judge = Judge(pulse, ["cpu"], step_timeout=120.0, heartbeat_timeout=60.0, error_grace=1.0)
+    pulse = life.HeartbeatFile(None, 1)
+    watchdog = Watchdog(pulse, ["cpu"], step_timeout=120.0, heartbeat_timeout=60.0, error_grace=1.0)
     now = time.monotonic()
     pulse.put(0, life.CANCELLED, cancelled)
     pulse.put(1, life.HEARTBEAT, now - beat)
     pulse.put(1, life.STATE, life.BUSY)
     pulse.put(1, life.PROGRESS, now - progress)
-    return judge.verdict()
+    return watchdog.verdict()
 
 
 def test_a_sixth_of_the_heartbeats_time_is_given_in_a_cancelled_command_to_the_silent_alone():
     assert verdict_on(beat=9.0, progress=9.0, cancelled=True) is None
-    assert "no sign of life for 11 s" in verdict_on(beat=11.0, progress=11.0, cancelled=True)["cause"]
+    assert "no sign of life for 11 s" in verdict_on(beat=11.0, progress=11.0, cancelled=True).cause
     assert verdict_on(beat=11.0, progress=11.0, cancelled=False) is None
     assert verdict_on(beat=0.5, progress=110.0, cancelled=True) is None
     assert [life.silence_limit(given, cancelled=True) for given in (3, 20, 60, 120)] == [3, 5, 10, 20]
@@ -158,14 +158,14 @@ def short(monkeypatch) -> float:
     return 20.0
 
 
-def watch_of_rank_0(heartbeat: float, verdicts: list, *events: Callable[[RankPulse], None]) -> None:
+def watch_of_rank_0(heartbeat: float, verdicts: list, *events: Callable[[RankHeartbeat], None]) -> None:
     store = dist.HashStore()
     rank_1_says(store, state=life.BUSY)
     limits = SimpleNamespace(step_timeout=60, heartbeat_timeout=heartbeat, error_grace=1.0)
-    pulse = RankPulse(None, 0, 1.0)
+    pulse = RankHeartbeat(None, 0, 1.0)
     for event in events:
         event(pulse)
-    StorePulse(store, pulse, 0, ["cpu@a", "cpu@b"], limits).start(verdicts.append)
+    StoreHeartbeat(store, pulse, 0, ["cpu@a", "cpu@b"], limits).start(verdicts.append)
 
 
 def test_of_several_machines_rank_0_finds_another_silent_sooner_in_a_cancelled_command(short):
@@ -176,7 +176,7 @@ def test_of_several_machines_rank_0_finds_another_silent_sooner_in_a_cancelled_c
     deadline = time.monotonic() + short - 2
     while not cancelled and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert cancelled and cancelled[0]["rank"] == 1 and "in a cancelled command" in cancelled[0]["cause"]
+    assert cancelled and cancelled[0].rank == 1 and "in a cancelled command" in cancelled[0].cause
     assert running == []
 
 

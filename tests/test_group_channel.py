@@ -16,17 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from comfy_tp.core.calls.fields import read, write
+from comfy_tp.core.calls.patch import PatchSender, SetPatches
 from comfy_tp.core.errors import RankError
 from comfy_tp.core.lora.adapters import Adapter
 from comfy_tp.core.lora.patch import Patch
-from comfy_tp.core.lora.wire import PatchSender, read_patches
 from comfy_tp.core.ranks import channel as wire
 from comfy_tp.core.ranks import port as port_module
 from comfy_tp.core.ranks.channel import PREFIX, Channel, ChannelClosed, ChannelError
 from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.commands import resident_bytes
 from comfy_tp.core.ranks.machines.node import tcp_listener
 from comfy_tp.core.ranks.port import STRANGERS, ClientPort
-from comfy_tp.core.ranks.rank import resident_bytes, unix_listener
+from comfy_tp.core.ranks.rank import unix_listener
 
 TOKEN = "a" * 64
 QWEN_LINEARS = (
@@ -421,8 +423,11 @@ def test_the_welcome_of_a_hundred_ranks_on_hosts_with_long_names_is_read():
     devices = [f"cuda:{rank % 8}@{'h' * 64}" for rank in range(100)]
 
     def deal(channel: Channel) -> None:
-        wire.admit(channel, TOKEN, 5)
-        wire.welcome(channel, {"devices": devices, "backend": "nccl", "beat": wire.BEAT_PERIOD})
+        wire.welcome(
+            channel,
+            wire.admit(channel, TOKEN, 5),
+            {"devices": devices, "backend": "nccl", "beat": wire.BEAT_PERIOD},
+        )
 
     with serving(deal) as address, RankGroup.connect(address, TOKEN, timeout=5) as group:
         assert group.devices == devices
@@ -484,8 +489,7 @@ def test_a_stranger_is_heard_for_a_moment_however_many_wait_behind_it(tmp_path, 
 
 def test_a_client_that_was_put_out_before_it_had_its_say_calls_again_until_its_time_is_over():
     def deal(channel: Channel) -> None:
-        wire.admit(channel, TOKEN, 5)
-        wire.welcome(channel, {"devices": ["cpu"]})
+        wire.welcome(channel, wire.admit(channel, TOKEN, 5), {"devices": ["cpu"]})
 
     def challenge(channel: Channel) -> None:
         channel.send(wire.CHALLENGE, 0, header={"nonce": "0" * 64})
@@ -630,9 +634,10 @@ def test_ten_loras_of_every_layer_of_qwen_image_cross_in_one_message():
         for block in range(60)
         for module in QWEN_LINEARS
     ]
-    entries, tensors, _ = PatchSender().write(patches)
-    packed = wire.pack("patch", {"model": "m1", "mode": "auto", "patches": entries}, tensors)
+    tensors: list[torch.Tensor] = []
+    call = write(SetPatches("m1", "auto", PatchSender().write(patches)[0]), tensors)
+    packed = wire.pack("patch", call, tensors)
     _, header, layout, _ = wire.parse_header(packed.raw)
-    found = read_patches(header["patches"], [up] * len(layout))
-    assert [entry.patch.key for entry in found.values()] == [patch.key for patch in patches]
+    found = read(SetPatches, header, [up] * len(layout), "the call")
+    assert [entry.patch.key for entry in found.patches] == [patch.key for patch in patches]
     assert len(packed.raw) < wire.HEADER_LIMIT / 2

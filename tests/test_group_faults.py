@@ -20,7 +20,7 @@ from group_processes import COMMANDS, SOON, running, still_running
 from comfy_tp.core.errors import CheckpointError, RankError, RankOutOfMemory
 from comfy_tp.core.ranks import heartbeat as life
 from comfy_tp.core.ranks.client import RankGroup
-from comfy_tp.core.ranks.watchdog import Judge
+from comfy_tp.core.ranks.watchdog import Watchdog
 
 
 def start(tmp_path: Path, **options) -> RankGroup:
@@ -60,7 +60,7 @@ def test_an_idle_group_outlives_the_collectives_timeout_and_a_rank_killed_then_i
     assert group.request("total", {}, [torch.ones(1)]).tensors[0].item() == 2
     # Rank 0 answers; the other one may take a moment more to be idle again.
     deadline = time.monotonic() + SOON
-    while group._line._pulse.get(2, life.STATE) != life.IDLE and time.monotonic() < deadline:
+    while group._line._signs.get(2, life.STATE) != life.IDLE and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(group.pids[1], signal.SIGKILL)
     deadline = time.monotonic() + SOON
@@ -316,17 +316,17 @@ def test_nothing_outlives_a_client_whose_forked_child_still_holds_the_pipe(tmp_p
 
 
 def test_a_group_is_given_its_step_timeout_beyond_the_slowest_step_that_was_seen():
-    pulse = life.PulseFile(None, 2)
-    judge = Judge(pulse, ["cpu", "cpu"], step_timeout=5.0, heartbeat_timeout=60.0, error_grace=1.0)
+    pulse = life.HeartbeatFile(None, 2)
+    watchdog = Watchdog(pulse, ["cpu", "cpu"], step_timeout=5.0, heartbeat_timeout=60.0, error_grace=1.0)
     now = time.monotonic()
     for slot in (1, 2):
         pulse.put(slot, life.HEARTBEAT, now)
         pulse.put(slot, life.STATE, life.BUSY)
         pulse.put(slot, life.PROGRESS, now - 8.0)
     pulse.put(2, life.SLOWEST, 4.0)
-    assert judge.verdict() is None
+    assert watchdog.verdict() is None
     pulse.put(2, life.SLOWEST, 2.0)
-    assert "made no progress for 8 s" in judge.verdict()["cause"]
+    assert "made no progress for 8 s" in watchdog.verdict().cause
 
 
 def test_a_group_waits_two_minutes_unless_told_otherwise():

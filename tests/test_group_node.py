@@ -20,12 +20,13 @@ from torchrun_nodes import Nodes
 
 from comfy_tp.core.errors import Cancelled, ConfigError, RankError
 from comfy_tp.core.ranks import heartbeat as life
-from comfy_tp.core.ranks.address import parse_address
 from comfy_tp.core.ranks.client import RankGroup
-from comfy_tp.core.ranks.heartbeat import RankPulse
+from comfy_tp.core.ranks.heartbeat import RankHeartbeat
+from comfy_tp.core.ranks.machines.address import parse_address
 from comfy_tp.core.ranks.machines.node import tcp_listener
 from comfy_tp.core.ranks.machines.secret import make_token, read_token
-from comfy_tp.core.ranks.machines.watch import StorePulse
+from comfy_tp.core.ranks.machines.watch import StoreHeartbeat
+from comfy_tp.core.ranks.watchdog import Verdict
 
 OPTIONS = ["--heartbeat-timeout", "4", "--step-timeout", "4", "--error-grace", "1", "--commands", COMMANDS]
 
@@ -227,7 +228,7 @@ def test_an_ipv6_address_may_stand_in_brackets():
 
 def rank_1_says(store: dist.Store, **said) -> None:
     usual = {"beat": 1, "command": 1, "step": 0, "age": 0.0, "state": life.IDLE, "slowest": 0.0}
-    store.set("pulse/1", json.dumps({**usual, "note": "", "place": "", "raised": None, **said}))
+    store.set("heartbeat/1", json.dumps({**usual, "note": "", "place": "", "raised": None, **said}))
 
 
 class StoreThatIsGone:
@@ -235,11 +236,11 @@ class StoreThatIsGone:
         raise RuntimeError("Broken pipe")
 
 
-def watched(store: dist.Store) -> dict:
+def watched(store: dist.Store) -> Verdict:
     """The verdict of rank 0 of two over what the store says of rank 1."""
     limits = SimpleNamespace(step_timeout=60, heartbeat_timeout=1.0, error_grace=1.0)
     verdicts: queue.Queue = queue.Queue()
-    StorePulse(store, RankPulse(None, 0, 1.0), 0, ["cpu", "cpu"], limits).start(verdicts.put)
+    StoreHeartbeat(store, RankHeartbeat(None, 0, 1.0), 0, ["cpu", "cpu"], limits).start(verdicts.put)
     return verdicts.get(timeout=SOON)
 
 
@@ -247,32 +248,32 @@ def test_a_note_that_is_no_text_does_not_end_the_watch_over_the_ranks():
     store = dist.HashStore()
     rank_1_says(store, note="\ud800")
     verdict = watched(store)
-    assert verdict["rank"] == 1 and "no sign of life" in verdict["cause"] and verdict["doing"] == "?"
+    assert verdict.rank == 1 and "no sign of life" in verdict.cause and verdict.doing == "?"
 
 
 def test_a_watch_that_cannot_go_on_ends_the_group_by_name():
     store = dist.HashStore()
-    store.set("pulse/1", "no JSON")
+    store.set("heartbeat/1", "no JSON")
     verdict = watched(store)
-    assert verdict["rank"] == 0
-    assert verdict["cause"].startswith("cannot watch the ranks any more: JSONDecodeError: ")
+    assert verdict.rank == 0
+    assert verdict.cause.startswith("cannot watch the ranks any more: JSONDecodeError: ")
     verdict = watched(StoreThatIsGone())
-    assert verdict["cause"] == "cannot watch the ranks any more: torchrun's store is gone (Broken pipe)"
+    assert verdict.cause == "cannot watch the ranks any more: torchrun's store is gone (Broken pipe)"
 
 
 ROLL_LIMITS = SimpleNamespace(step_timeout=60, heartbeat_timeout=60, error_grace=0.5)
 
 
-def verdicts_after(happens, degree: int = 2, silent: int = 0) -> list[dict]:
+def verdicts_after(happens, degree: int = 2, silent: int = 0) -> list:
     """Each answering rank's verdict after `happens(signs of the last of them)`; `silent` more ranks never answer."""
     store = dist.HashStore()
     devices = [f"cpu@{rank}" for rank in range(degree + silent)]
     verdicts: queue.Queue = queue.Queue()
     ranks = []
     for rank in range(degree):
-        pulse = RankPulse(None, rank, 1.0)
+        pulse = RankHeartbeat(None, rank, 1.0)
         pulse.begin(1, "load")
-        ranks.append(StorePulse(store, pulse, rank, devices, ROLL_LIMITS))
+        ranks.append(StoreHeartbeat(store, pulse, rank, devices, ROLL_LIMITS))
         ranks[-1].start(verdicts.put)
     happens(ranks[-1])
     return [verdicts.get(timeout=SOON) for _ in range(degree)]
@@ -280,9 +281,9 @@ def verdicts_after(happens, degree: int = 2, silent: int = 0) -> list[dict]:
 
 def test_who_does_not_answer_when_a_peer_is_lost_is_gone():
     for verdict in verdicts_after(lambda signs: signs.lost_a_peer("Connection closed"), silent=2):
-        assert (verdict["rank"], verdict["device"]) == (2, "cpu@2")
-        assert verdict["cause"] == "is gone, and so is rank 3 (cpu@3),"
-        assert (verdict["state"], verdict["doing"]) == (
+        assert (verdict.rank, verdict.device) == (2, "cpu@2")
+        assert verdict.cause == "is gone, and so is rank 3 (cpu@3),"
+        assert (verdict.state, verdict.doing) == (
             life.BUSY,
             "load",
         )  # as far as those who are there know
@@ -290,18 +291,18 @@ def test_who_does_not_answer_when_a_peer_is_lost_is_gone():
 
 def test_where_every_rank_answers_it_is_said_that_nobody_knows_which_failed():
     for verdict in verdicts_after(lambda signs: signs.lost_a_peer("Connection closed")):
-        assert (verdict["rank"], verdict["device"]) == (None, None)
-        assert "which of them failed is unknown (rank 1: Connection closed)" in verdict["cause"]
+        assert (verdict.rank, verdict.device) == (None, None)
+        assert "which of them failed is unknown (rank 1: Connection closed)" in verdict.cause
 
 
 def test_a_signal_to_end_is_told_by_the_rank_that_got_it():
     for verdict in verdicts_after(lambda signs: signs.bell.send(b"\x0f")):
-        assert verdict["rank"] == 1 and verdict["cause"].startswith("was told to end by SIGTERM")
+        assert verdict.rank == 1 and verdict.cause.startswith("was told to end by SIGTERM")
 
 
 def test_the_last_words_of_a_rank_reach_the_others():
     for verdict in verdicts_after(lambda signs: signs.ended_by({"message": "no GPU any more"}), silent=1):
-        assert (verdict["rank"], verdict["error"]) == (1, {"message": "no GPU any more"})
+        assert (verdict.rank, verdict.error) == (1, {"message": "no GPU any more"})
 
 
 def test_every_rank_judges_rank_0_too():
@@ -309,7 +310,7 @@ def test_every_rank_judges_rank_0_too():
     rank_1_says(store)
     limits = SimpleNamespace(step_timeout=60, heartbeat_timeout=1.0, error_grace=1.0)
     verdicts: queue.Queue = queue.Queue()
-    store.set("pulse/0", store.get("pulse/1"))
-    StorePulse(store, RankPulse(None, 1, 1.0), 1, ["cpu@a", "cpu@b"], limits).start(verdicts.put)
+    store.set("heartbeat/0", store.get("heartbeat/1"))
+    StoreHeartbeat(store, RankHeartbeat(None, 1, 1.0), 1, ["cpu@a", "cpu@b"], limits).start(verdicts.put)
     verdict = verdicts.get(timeout=SOON)
-    assert (verdict["rank"], verdict["device"]) == (0, "cpu@a") and "no sign of life" in verdict["cause"]
+    assert (verdict.rank, verdict.device) == (0, "cpu@a") and "no sign of life" in verdict.cause

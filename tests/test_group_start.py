@@ -17,9 +17,9 @@ from group_processes import COMMANDS, SOON, command_line, still_running
 
 from comfy_tp.core.errors import ConfigError, RankError
 from comfy_tp.core.ranks.client import RankGroup, check_devices
+from comfy_tp.core.ranks.commands import load_commands
 from comfy_tp.core.ranks.launcher import innermost_frame, without_async_allocator
 from comfy_tp.core.ranks.logs import KEPT, new_log_dir
-from comfy_tp.core.ranks.rank import load_commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -186,9 +186,9 @@ def test_the_async_allocator_is_taken_out_of_the_settings(given, left):
 WRONG_SUMS = """
 import os
 import time
-from comfy_tp.core.ranks import rank
+from comfy_tp.core.ranks import self_test
 
-true_test = rank.self_test
+true_test = self_test.self_test
 
 def wrong_test(*arguments):
     wrong = true_test(*arguments)
@@ -199,10 +199,10 @@ def wrong_test(*arguments):
         time.sleep(600)
     return "an all-reduce gave wrong sums"
 
-rank.self_test = wrong_test
-rank.SELF_TEST_TIMEOUT = 2.0
+self_test.self_test = wrong_test
+self_test.SELF_TEST_TIMEOUT = 2.0
 if {nccl}:
-    rank.p2p_in_use = lambda group: not os.environ.get("NCCL_P2P_DISABLE")
+    self_test.p2p_in_use = lambda group: not os.environ.get("NCCL_P2P_DISABLE")
 COMMANDS = {{}}
 """
 
@@ -237,32 +237,32 @@ def test_wrong_sums_or_none_of_nccl_start_the_ranks_again_without_p2p_and_say_so
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_the_self_test_knows_a_wrong_sum_of_each_dtype(monkeypatch, dtype):
-    from comfy_tp.core.ranks import rank
+    from comfy_tp.core.ranks import self_test
 
     def reduce(tensor, group=None):
         tensor.copy_((tensor.float() * 3).to(tensor.dtype))
         if tensor.dtype == dtype:
             tensor[100] += 1
 
-    monkeypatch.setattr(rank.dist, "all_reduce", reduce)
-    wrong = rank.self_test(None, 0, 2, torch.device("cpu"))
+    monkeypatch.setattr(self_test.dist, "all_reduce", reduce)
+    wrong = self_test.self_test(None, 0, 2, torch.device("cpu"))
     assert wrong == (
         f"an all-reduce of {dtype} over 2 ranks gave 1 wrong sums of 4096" if dtype is not None else None
     )
 
 
 def test_only_nccl_with_p2p_is_started_again_without_it(monkeypatch):
-    from comfy_tp.core.ranks import rank
+    from comfy_tp.core.ranks import self_test
 
     backend = "nccl"
-    monkeypatch.setattr(rank.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(self_test.dist, "get_backend", lambda group: backend)
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    assert rank.p2p_in_use(None)
+    assert self_test.p2p_in_use(None)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert not rank.p2p_in_use(None)
+    assert not self_test.p2p_in_use(None)
     monkeypatch.delenv("NCCL_P2P_DISABLE")
     backend = "gloo"
-    assert not rank.p2p_in_use(None)
+    assert not self_test.p2p_in_use(None)
 
 
 def test_ten_log_folders_are_kept_and_those_of_running_groups(tmp_path, monkeypatch):

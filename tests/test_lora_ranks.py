@@ -46,9 +46,8 @@ def lora(tensors: dict[str, torch.Tensor], seed: int, strength: float = 1.0) -> 
 
 def call(model: RemoteModel) -> torch.Tensor:
     inputs = call_inputs()
-    return model.forward(
-        inputs["x"], inputs["timestep"], [model.keep(inputs["context"])], guidance=inputs["guidance"]
-    ).clone()
+    given = {"context": inputs["context"], "guidance": inputs["guidance"]}
+    return model.forward(inputs["x"], inputs["timestep"], given).clone()
 
 
 def test_when_one_rank_fails_no_rank_takes_the_new_patches(group, tensors, tmp_path):

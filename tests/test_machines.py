@@ -78,6 +78,7 @@ def test_ranks_elsewhere_serve_the_loader_node(token_of, tmp_path, in_comfy):  #
     from comfy_tp.comfy_tp_nodes import groups
     from comfy_tp.comfy_tp_nodes.nodes.status import TPStatus
     from comfy_tp.comfy_tp_nodes.nodes.unload_model import UnloadTPModel
+    from comfy_tp.core.calls.remote import RemoteModel
     from comfy_tp.core.ranks.client import RankGroup
 
     small_model()
@@ -135,9 +136,7 @@ def test_ranks_elsewhere_serve_the_loader_node(token_of, tmp_path, in_comfy):  #
         with pytest.raises(
             CheckpointError, match="rank 0 finds no '/nowhere/model' on the machine .*same path"
         ):
-            sharded.remote.group.request(
-                "load", {"model": "x", "kind": "transformer", "source": "/nowhere/model", "dtype": "default"}
-            )
+            RemoteModel.load(sharded.remote.group, "/nowhere/model")
 
         # Unload frees the ranks and the place of the client.
         connection = sharded.remote.group

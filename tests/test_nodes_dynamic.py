@@ -267,10 +267,10 @@ def test_conditionings_are_batched_by_what_is_free_on_the_second_device_too(monk
 
 
 RESERVE = """
-from comfy_tp.core.ranks import rank
-from comfy_tp.core.ranks.rank import BUILT_IN as COMMANDS
+from comfy_tp.core.ranks import loop
+from comfy_tp.core.ranks.commands import BUILT_IN as COMMANDS
 
-rank.reserve_on = lambda device: 1 << 40
+loop.reserve_on = lambda device: 1 << 40
 """
 
 

@@ -69,7 +69,7 @@ def test_every_node_and_input_has_its_text_and_no_text_is_stale(language):
 
 @pytest.mark.parametrize("language", [language for language in LANGUAGES if language != "en"])
 def test_translations_are_translated_and_name_the_same_samplers(language):
-    from comfy_tp.core.calls.sampling import SAMPLERS
+    from comfy_tp.core.calls.samplers import SAMPLERS
 
     want, have = english(), node_texts(language)
     for node_id, node in want.items():

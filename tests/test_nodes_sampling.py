@@ -214,7 +214,7 @@ def test_a_wrapper_may_bring_a_conditioning_of_its_own():
 
 def test_bf16_inputs_are_rounded_as_comfyui_rounds_them():
     # Guidance reaches the model in the inference dtype: 3.6 becomes 3.59375 in bf16.
-    from comfy_tp.comfy_tp_nodes.conditioning import KEYS
+    from comfy_tp.core.calls.keys import KEYS
 
     tensor = conditioning()[0][0]
     rows = KEYS.rows(tensor, torch.bfloat16, 512)

@@ -35,12 +35,13 @@ from test_group_channel import frame, message
 from test_group_faults import CLIENT
 from torchrun_nodes import Nodes
 
-from comfy_tp.core.calls.remote import Conditioning, RemoteModel
+from comfy_tp.core.calls.keys import KEYS
+from comfy_tp.core.calls.remote import RemoteModel
 from comfy_tp.core.errors import RankError
 from comfy_tp.core.ranks import channel as wire
 from comfy_tp.core.ranks.channel import Channel, ChannelError
 from comfy_tp.core.ranks.client import RankGroup
-from comfy_tp.core.ranks.rank import resident_bytes
+from comfy_tp.core.ranks.commands import resident_bytes
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -282,9 +283,8 @@ class OneGroup:
         generator = torch.Generator().manual_seed(3)
         start = torch.randn(1, 128, 4, 4, generator=generator)
         context = torch.randn(1, 77, 48, generator=generator)
-        key = self.model.keep(context)
         sigmas = torch.linspace(1, 0, steps + 1)
-        return self.model.sample(start, sigmas, sampler="euler", positive=Conditioning(key))
+        return self.model.sample(start, sigmas, sampler="euler", positive={"context": KEYS.kept(context)})
 
 
 def faults_of_a_rank(table, row: Row, folder: Path, count: int, number: int, limit: float, **options) -> None:

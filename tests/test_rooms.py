@@ -21,7 +21,7 @@ ROOMS = {
     "entrance": "base tp checkpoint models",
     "parts": "base tp checkpoint models entrance",
     "planning": "base tp checkpoint models entrance",
-    "calls": "base tp checkpoint models lora entrance parts ranks",
+    "calls": "base tp checkpoint models lora entrance parts planning ranks",
     "cli": "base tp checkpoint models lora entrance parts ranks calls planning small",
 }
 

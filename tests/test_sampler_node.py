@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from comfy_tp.core.calls.sampling import SAMPLERS
+from comfy_tp.core.calls.samplers import SAMPLERS
 from comfy_tp.core.cli.comfyui import comfyui_path
 
 PROGRAM = Path(__file__).parent / "sampler_checks.py"

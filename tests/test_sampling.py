@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from comfy_tp.core.calls.remote import KEPT_TENSORS, Conditioning, RemoteModel
-from comfy_tp.core.calls.sampling import JOINT_TOKENS, SAMPLERS, Condition, denoise
+from comfy_tp.core.calls.forward import Forward
+from comfy_tp.core.calls.keys import KEYS
+from comfy_tp.core.calls.remote import KEPT_TENSORS, RemoteModel
+from comfy_tp.core.calls.sample import JOINT_TOKENS, denoise
+from comfy_tp.core.calls.samplers import SAMPLERS
 from comfy_tp.core.errors import InputError, UnsupportedError
 from comfy_tp.core.ranks.client import RankGroup
 
@@ -35,8 +38,7 @@ def spread_at(sigma: float) -> float:
 
 def walk(sampler: str, sigmas: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`denoise` on the closed-form flow."""
-    side = Condition(torch.zeros(1, 1, 1))
-    return denoise(lambda x, t, c, **_: gaussian_velocity(x, t), x, sigmas, sampler=sampler, positive=side)
+    return denoise(lambda x, t, _: gaussian_velocity(x, t), x, sigmas, sampler=sampler, positive={})
 
 
 def error_with(sampler: str, steps: int) -> float:
@@ -61,11 +63,11 @@ def test_every_sampler_ends_on_the_clean_latent_of_a_straight_flow(sampler: str)
     noise = torch.randn(2, 4, 5, 7, generator=torch.Generator().manual_seed(1))
     for steps in (1, 2, 7):
         found = denoise(
-            lambda x, t, c, **_: (x - clean) / t.view(-1, 1, 1, 1),
+            lambda x, t, _: (x - clean) / t.view(-1, 1, 1, 1),
             noise,
             torch.linspace(1, 0, steps + 1),
             sampler=sampler,
-            positive=Condition(torch.zeros(1, 1, 1)),
+            positive={},
         )
         assert torch.allclose(found, clean, atol=1e-5)
 
@@ -76,23 +78,24 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def __call__(
-        self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, **inputs: Any
-    ) -> torch.Tensor:
-        self.calls.append({"x": x, "timestep": timestep, "context": context, **inputs})
-        level = context.float().mean((1, 2))
-        if inputs["guidance"] is not None:
+    def __call__(self, x: torch.Tensor, timestep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        self.calls.append({"x": x, "timestep": timestep, **inputs})
+        level = inputs["context"].float().mean((1, 2))
+        if "guidance" in inputs:
             level = level + inputs["guidance"].float()
-        for reference in inputs["references"]:
+        for reference in inputs.get("references", ()):
             level = level + reference.float().mean((1, 2, 3))
         return (x.float() * 0.1 + level.view(-1, 1, 1, 1)).to(x.dtype)
 
 
-def side(level: float, length: int = 3, **more: Any) -> Condition:
-    return Condition(torch.full((1, length, 4), level), **more)
+def side(level: float, length: int = 3, guidance: float | None = None, **more: Any) -> dict[str, Any]:
+    strength = {} if guidance is None else {"guidance": torch.tensor([guidance])}
+    return {"context": torch.full((1, length, 4), level), **strength, **more}
 
 
-def guided(model: Recorder, x: torch.Tensor, negative: Condition, cfg: float, **more: Any) -> torch.Tensor:
+def guided(
+    model: Recorder, x: torch.Tensor, negative: dict[str, Any], cfg: float, **more: Any
+) -> torch.Tensor:
     sigmas = torch.tensor([1.0, 0.5, 0.0])
     return denoise(
         model,
@@ -131,7 +134,7 @@ def test_both_sides_go_through_the_model_at_once_only_when_small_and_alike() -> 
         assert [call["x"].shape[0] for call in model.calls] == batches, name
         # x0 = x - sigma (negative + 3 (positive - negative)) in every case.
         level = 2.0 + 3.5
-        other = 5.0 + (negative.guidance or 0.0) + len(negative.references)
+        other = 5.0 + float(negative.get("guidance", 0.0)) + len(negative.get("references", ()))
         expected = start
         for sigma, following in ((1.0, 0.5), (0.5, 0.0)):
             away, towards = expected * 0.1 + other, expected * 0.1 + level
@@ -165,7 +168,7 @@ def test_conditionings_and_references_are_fitted_to_the_batch() -> None:
         torch.ones(3, 4, 3, 3),
         torch.tensor([1.0, 0.0]),
         sampler="euler",
-        positive=Condition(context, references=[reference]),
+        positive={"context": context, "references": [reference]},
     )
     (call,) = model.calls
     assert call["context"][:, 0, 0].tolist() == [1.0, 2.0, 1.0]
@@ -176,9 +179,9 @@ def test_every_step_is_checked_before_and_reported_after() -> None:
     order: list[str] = []
     model = Recorder()
 
-    def predict(*args: Any, **inputs: Any) -> torch.Tensor:
+    def predict(*args: Any) -> torch.Tensor:
         order.append("model")
-        return model(*args, **inputs)
+        return model(*args)
 
     denoise(
         predict,
@@ -314,7 +317,7 @@ def assert_four_steps_are_the_pipelines(
         noise,
         torch.tensor([*sigmas, 0.0]),
         sampler="euler",
-        positive=Conditioning(remote.keep(embeds), guidance=3.5),
+        positive={"context": KEYS.kept(embeds), "guidance": torch.tensor([3.5])},
     )
     tokens = found.flatten(2).transpose(1, 2)
     assert float((tokens - expected).norm() / expected.norm()) < 1e-5
@@ -322,26 +325,40 @@ def assert_four_steps_are_the_pipelines(
 
 
 def test_the_ranks_keep_the_conditionings_that_were_used_last_and_no_others(remote: RemoteModel) -> None:
-    def velocity(key: int) -> torch.Tensor:
-        return remote.forward(random(1, 128, 2, 2, seed=1), torch.tensor([0.5]), [key])
+    def velocity(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        latent = random(1, 128, 2, 2, seed=1)
+        return remote.forward(latent, torch.tensor([0.5]), {"context": KEYS.kept(tensor)}, **options)
 
     def cancel() -> None:
         raise KeyboardInterrupt
 
+    def held_by_the_ranks(tensor: torch.Tensor) -> bool:
+        inputs = {"context": KEYS.kept(tensor)}
+        try:
+            remote.ask(Forward, random(1, 128, 2, 2, seed=1), torch.tensor([0.5]), inputs)
+        except InputError as error:
+            assert f"hold no tensor under key {KEYS.key_of(tensor)}" in str(error)
+            return False
+        return True
+
     tensors = [random(1, 3, 48, seed=index) for index in range(KEPT_TENSORS + 1)]
-    first = remote.keep(tensors[0])
-    expected = velocity(first)
+    expected = velocity(tensors[0])
     # What was cancelled may have reached the ranks, or not: they are told to forget it all the same.
     cancelled = random(1, 3, 48, seed=99)
     with pytest.raises(KeyboardInterrupt):
-        remote.keep(cancelled, poll=cancel)
-    keys = [first, *(remote.keep(tensor) for tensor in tensors[1:-1])]
-    assert remote.keep(tensors[0]) == first  # used again: it is not the next to go
-    last = remote.keep(tensors[-1])
-    assert torch.equal(velocity(first), expected) and velocity(last).isfinite().all()
-    for gone in (keys[1], first + 1):
-        with pytest.raises(InputError, match=f"hold no tensor under key {gone}"):
-            velocity(gone)
+        velocity(cancelled, poll=cancel)
+    for tensor in tensors[1:-1]:
+        remote.hold({"context": KEYS.kept(tensor)})
+    velocity(tensors[0])  # used again: it is not the next to go
+    assert velocity(tensors[-1]).isfinite().all()
+    assert torch.equal(velocity(tensors[0]), expected)
+    assert [held_by_the_ranks(tensor) for tensor in (tensors[1], cancelled, tensors[2])] == [
+        False,
+        False,
+        True,
+    ]
+    assert velocity(tensors[1]).isfinite().all()  # sent again
+    assert velocity(cancelled).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +383,7 @@ def test_steps_arrive_with_previews_and_times(remote: RemoteModel) -> None:
         noise,
         torch.linspace(1, 0, 4),
         sampler="heun",
-        positive=Conditioning(remote.keep(context)),
+        positive={"context": KEYS.kept(context)},
         on_step=lambda *step: seen.append(step),
     )
     assert [step[:2] for step in seen] == [(0, 3), (1, 3), (2, 3)]
@@ -377,7 +394,7 @@ def test_steps_arrive_with_previews_and_times(remote: RemoteModel) -> None:
         noise,
         torch.linspace(1, 0, 4),
         sampler="euler",
-        positive=Conditioning(remote.keep(context)),
+        positive={"context": KEYS.kept(context)},
         on_step=lambda *step: seen.append(step),
         preview=False,
     )
@@ -389,7 +406,7 @@ def test_a_cancel_between_steps_leaves_the_group_usable(remote: RemoteModel) -> 
         pass
 
     context, noise = random(1, 9, 48, seed=3), random(1, 128, 4, 4, seed=4)
-    positive = Conditioning(remote.keep(context))
+    positive = {"context": KEYS.kept(context)}
     expected = remote.sample(noise, torch.linspace(1, 0, 4), sampler="euler", positive=positive)
     steps: list[int] = []
 
@@ -408,7 +425,7 @@ def test_a_cancel_between_steps_leaves_the_group_usable(remote: RemoteModel) -> 
 
 def test_a_refusal_of_the_ranks_reaches_the_client_and_the_next_run_works(remote: RemoteModel) -> None:
     context, noise = random(1, 9, 48, seed=3), random(1, 128, 4, 4, seed=4)
-    positive = Conditioning(remote.keep(context))
+    positive = {"context": KEYS.kept(context)}
     with pytest.raises(UnsupportedError, match="do not run the sampler 'dpm_fast'"):
         remote.sample(noise, torch.linspace(1, 0, 4), sampler="dpm_fast", positive=positive)
     with pytest.raises(InputError, match="The latent has 16 channels"):

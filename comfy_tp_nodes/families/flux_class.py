@@ -26,13 +26,10 @@ class ShardedFlux(RankCalls, comfy.ldm.flux.model.Flux):
     def mlp_ratio(self) -> float:  # type: ignore[override]
         return self.params.mlp_ratio
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """As all models; `y` [B, D], the pooled text, is read by FLUX.1 alone."""
-        pooled = given.pop("y", None)
-        return {
-            **super().arguments(given),
-            "pooled": pooled if self.params.vec_in_dim is not None else None,
-        }
+    @property
+    def inputs(self) -> dict[str, str | None]:  # type: ignore[override]
+        """`y` [B, D] is the pooled text, which FLUX.1 alone reads."""
+        return {"guidance": "guidance", "y": "pooled" if self.params.vec_in_dim is not None else None}
 
 
 def shared_config(known: Mapping[str, Any], text_axes: list[int]) -> dict[str, Any]:

@@ -36,13 +36,6 @@ class ShardedQwenImage(RankCalls, comfy.ldm.qwen_image.model.QwenImageTransforme
     def width(self) -> int:  # type: ignore[override]
         return self.inner_dim
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """As all models. No conditioning gives this one guidance; from a wrapper it is refused."""
-        guidance = given.pop("guidance", None)
-        made = super().arguments(given)
-        made["more"]["guidance"] = guidance
-        return made
-
 
 class ShardedQwen(ShardedBase, comfy.model_base.QwenImage):
     """`comfy.model_base.QwenImage` on the ranks: Qwen-Image and Qwen-Image-Edit."""

@@ -10,7 +10,7 @@ import comfy.utils
 import torch
 from comfy_api.latest import io
 
-from ...core.calls.sampling import SAMPLERS
+from ...core.calls.samplers import SAMPLERS
 from ...core.errors import InputError
 from .. import seams
 from ..mirrored import MirroredSampler

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from ..errors import InputError
 from ..load import OpenedModel, load_opened
 from ..lora.apply import WeightPatches
 from ..tp.collectives import Ranks
+from .inputs import Inputs, Part, Resolved, cast, each
 
 
 @dataclass
@@ -85,63 +85,30 @@ class ResidentModel:
             parts.append(kept.expand(share, *[-1] * (kept.ndim - 1)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def velocity(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor,
-        *,
-        guidance: torch.Tensor | None = None,
-        references: Sequence[torch.Tensor] = (),
-        reference_method: str = "index",
-        pooled: torch.Tensor | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
+    def resolved(self, inputs: Inputs, batch: int | None = None) -> Resolved:
+        """`inputs` with the tensors that are meant: kept ones for a `batch`, or as they are kept; sent ones as they came."""
+
+        def tensor(part: Part) -> torch.Tensor:
+            if isinstance(part, torch.Tensor):
+                return part.to(self.ranks.device)
+            if batch is None:
+                return torch.cat([self.kept_tensor(key) for key in part.keys])
+            return self.shared_by(part.keys, batch)
+
+        return each(tensor, inputs)
+
+    def velocity(self, x: torch.Tensor, timestep: torch.Tensor, inputs: Resolved) -> torch.Tensor:
         """The model's prediction in the shape of `x` [B, C, h, w] or [B, C, 1, h, w], float32, computed in its own dtype."""
-        self.unpark()
         predict = self.opened.architecture.predict
         if predict is None:
             raise InputError(
                 f"{self.opened.architecture.model_class} cannot be sampled from ComfyUI's inputs yet."
             )
-
-        def to(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(self.ranks.device, self.dtype)
-
+        device, dtype = self.ranks.device, self.dtype
         with torch.inference_mode():
-            return predict(
-                self.module,
-                to(x),
-                timestep.to(self.ranks.device, torch.float32),
-                to(context),
-                guidance=to(guidance),
-                references=[to(reference) for reference in references],
-                reference_method=reference_method,
-                pooled=to(pooled),
-                **options,
-            ).float()
-
-    def forward(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Answer `RemoteModel.forward`: tensors are x, timestep, then guidance, pooled and references where given.
-
-        `header["references"]` has one entry per reference: keys of kept tensors, or none for one that came along.
-        """
-        rest = list(tensors)
-        x, timestep = rest.pop(0), rest.pop(0)
-        guidance = rest.pop(0) if header["guidance"] else None
-        pooled = rest.pop(0) if header["pooled"] else None
-        batch = x.shape[0]
-        references = [self.shared_by(keys, batch) if keys else rest.pop(0) for keys in header["references"]]
-        return self.velocity(
-            x,
-            timestep,
-            self.shared_by(header["contexts"], batch),
-            guidance=guidance,
-            pooled=pooled,
-            references=references,
-            reference_method=header["reference_method"],
-            **header["options"],
-        )
+            moved = each(lambda tensor: cast(tensor, dtype, device), inputs)
+            time = timestep.to(device, torch.float32)
+            return predict(self.module, x.to(device, dtype), time, **moved).float()
 
     def park(self) -> int:
         """Move the shards to host memory; returns the device bytes freed (0 on a CPU rank, where they stay)."""

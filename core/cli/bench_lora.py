@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..calls.keys import KEYS
 from ..calls.remote import RemoteModel
 from ..lora.adapters import Adapter
 from ..lora.apply import PatchReport
@@ -172,7 +173,7 @@ def make_inputs(tokens: int) -> tuple[torch.Tensor, ...]:
 
 def call(model: RemoteModel, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The velocity of one call."""
-    return model.forward(inputs[0], inputs[1], [model.keep(inputs[2])]).clone()
+    return model.forward(inputs[0], inputs[1], {"context": KEYS.kept(inputs[2])}).clone()
 
 
 def steps(model: RemoteModel, inputs: tuple[torch.Tensor, ...], repeats: int) -> float:

@@ -83,10 +83,12 @@ def _seconds(
     """How long one call takes, as ComfyUI's loop makes it."""
     import torch
 
+    from ..calls.inputs import Inputs
+    from ..calls.keys import KEYS
+
     started = time.perf_counter()
-    contexts = [model.keep(text)]
-    references = [[model.keep(picture)] for picture in pictures]
-    answer = model.forward(latent, torch.ones(1), contexts, references=references, poll=lambda: None)
+    inputs: Inputs = {"context": KEYS.kept(text), "references": [KEYS.kept(picture) for picture in pictures]}
+    answer = model.forward(latent, torch.ones(1), inputs, poll=lambda: None)
     seconds = time.perf_counter() - started
     assert answer.shape == latent.shape and not answer.any()
     return seconds

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..calls import commands
-from ..ranks.rank import RankContext
+from ..calls.forward import Forward
+from ..ranks.context import RankContext
 
 
-def forward(
-    context: RankContext, header: dict[str, Any], tensors: list[torch.Tensor]
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The call as `ResidentModel.forward` takes it apart, and zeros in place of the model."""
-    model = context.models[header["model"]]
-    x = tensors[0].to(context.device, model.dtype)
-    model.shared_by(header["contexts"], x.shape[0])
-    for keys in header["references"]:
-        model.shared_by(keys, x.shape[0])
-    return {}, [torch.zeros_like(x).float().cpu()]
+class NullForward(Forward):
+    """A call with all that it takes, and zeros in place of the model's answer."""
+
+    def run(self, rank: RankContext) -> torch.Tensor:
+        model = self.ready(rank)
+        model.resolved(self.inputs, self.x.shape[0])
+        return torch.zeros_like(self.x.to(rank.device, model.dtype)).float().cpu()
 
 
-COMMANDS = {**commands.COMMANDS, "forward": forward}
+COMMANDS = {**commands.COMMANDS, "forward": NullForward.command}

@@ -55,25 +55,22 @@ def run(args: argparse.Namespace) -> tuple[int, dict]:
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCE[getattr(torch, args.dtype)]
     common = {"dtype": args.dtype, "seed": args.seed, "tolerance": tolerance}
     plan = _read_plan(args.plan) if args.plan else None
-    orders = [order for model in args.models for order in _orders(model, plan, args.reference_device)]
-    package = __package__.rpartition(".")[0]
+    calls = [call for model in args.models for call in _calls(model, plan, args.reference_device, common)]
     results = []
-    with RankGroup.start(
-        devices, backend=args.backend, commands=f"{package}.planning.compare:COMMANDS"
-    ) as group:
-        for title, command, header in orders:
-            reply = group.request(command, {**common, **header})
-            comparison = reply.header["comparison"]
+    with RankGroup.start(devices, backend=args.backend) as group:
+        for title, call in calls:
+            comparison = call.ask(group)
             results.append({"model": title, **comparison})
             _print(title, comparison, args.tp)
     passed = all(result["passed"] for result in results)
     return (0 if passed else 1), {"passed": passed, "results": results}
 
 
-def _orders(
-    model: str, plan: dict[str, Any] | None, reference_device: str
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """What the ranks are asked for one MODEL: (title, command, its header)."""
+def _calls(
+    model: str, plan: dict[str, Any] | None, reference_device: str, common: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """What the ranks are asked for one MODEL, with titles."""
+    from ..calls.verify import VerifyCheckpoint, VerifyExample
     from ..models import ARCHITECTURES, architecture_named
 
     if model in ARCHITECTURES:
@@ -83,26 +80,19 @@ def _orders(
         for example in architecture.examples.keys() - examples.keys():
             print(f"{model} ({example}) needs a newer diffusers and is left out.")
         return [
-            (
-                f"{model} ({example})",
-                "verify_example",
-                {"architecture": model, "example": example, "plan": plan},
-            )
-            for example in examples
+            (f"{model} ({example})", VerifyExample(model, example, plan, **common)) for example in examples
         ]
     if plan is not None:
         raise ConfigError("--plan is for the small examples of an architecture; give its name as MODEL.")
-    source, subfolder = _source(model)
-    where = {"source": source, "subfolder": subfolder, "reference_device": reference_device}
-    return [(model, "verify_checkpoint", where)]
+    return [(model, VerifyCheckpoint(_source(model), reference_device, **common))]
 
 
-def _source(model: str) -> tuple[str, str | None]:
-    """The model and its subfolder: a pipeline folder means its transformer."""
+def _source(model: str) -> str:
+    """Where the model lies: of a pipeline folder its transformer."""
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "transformer").is_dir():
-        return model, "transformer"
-    return model, None
+        return str(path / "transformer")
+    return model
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

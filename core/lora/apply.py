@@ -90,21 +90,21 @@ class WeightPatches:
 
     def set(self, patches: Iterable[Patch], *, mode: str = "auto") -> PatchReport:
         """Replace all patches by `patches`, on a model whose ranks all call this alike. Errors as in `stage`."""
-        entries = {
-            number: Entry(patch, patch.strength, patch.strength_model) for number, patch in enumerate(patches)
-        }
+        entries = [
+            Entry(number, patch, patch.strength, patch.strength_model) for number, patch in enumerate(patches)
+        ]
         return self.commit(self.stage(entries, mode=mode))
 
     def stage(
         self,
-        entries: Mapping[int, Entry],
+        entries: Iterable[Entry],
         *,
         mode: str = "auto",
         tick: Callable[[], None] | None = None,
     ) -> Staged:
         """Check, slice and compute a set of patches without touching the model.
 
-        `entries` are by the client's numbers; `tick` is called after each weight.
+        `tick` is called after each weight.
 
         Raises `InputError` for factors of another model or a number that is not held, `UnsupportedError` for kinds of
         patches that shards cannot carry, `ConfigError` for an unknown `mode`.
@@ -114,7 +114,8 @@ class WeightPatches:
             raise ConfigError(f"Unknown patch mode '{mode}'. Expected one of {', '.join(MODES)}.")
         state = self.state
         placed: dict[int, PlacedPatch] = {}
-        for number, entry in entries.items():
+        for entry in entries:
+            number = entry.number
             if entry.patch is not None:
                 found = place_patch(
                     entry.patch, state.plan.specs, state.architecture.layouts, state.ranks.rank

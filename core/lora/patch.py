@@ -36,8 +36,10 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One line of a set of patches: a `patch` (None: the one that is held already) and the strengths it has now."""
+    """One line of a set of patches: the client's number for it, the `patch` itself (None: the one that is held under
+    that number already), and the strengths it has now."""
 
+    number: int
     patch: Patch | None
     strength: float
     strength_model: float = 1.0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
-from ..models import Architecture, architecture_named
+from ..models import Architecture
 from ..tp.apply import ShardedState, apply_plan
 from ..tp.collectives import Ranks
 from ..tp.plan import ResolvedPlan, check_heads, resolve_plan
@@ -254,8 +254,7 @@ def compare_sharded(
 ) -> Comparison:
     """Run an already sharded `model` and compare it with `reference`, which rank 0 alone needs."""
     state: ShardedState = model.tensor_parallel
-    predicted = state.plan.all_reduces - state.architecture.merged(model) if ranks.degree > 1 else 0
-    comparison = Comparison(tolerance, predicted=predicted)
+    comparison = Comparison(tolerance, predicted=state.all_reduces(model))
     sharded = Recording(model, state.plan.styles)
     before = ranks.collectives
     try:
@@ -284,75 +283,11 @@ def spread(outputs: list[torch.Tensor], ranks: Ranks) -> float:
     return distance.item()
 
 
-# What `comfy-tp verify` has every rank of a group execute.
-
-
-def verify_example(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict, list]:
-    """Compare a small random model of a named architecture. Header: architecture, example, seed, dtype, tolerance."""
-    architecture = architecture_named(header["architecture"])
-    dtype = getattr(torch, header["dtype"])
-    ranks = Ranks(context.rank, context.degree, context.device, context.data_group)
-    model = example_model(architecture, header["example"], seed=header["seed"], dtype=dtype).to(ranks.device)
-    inputs = example_inputs(architecture, model.config, seed=header["seed"], dtype=dtype, device=ranks.device)
-    plan = plan_from_json(header["plan"]) if header.get("plan") else None
-    comparison = compare_on_ranks(
-        model, inputs, ranks, architecture, plan=plan, tolerance=header["tolerance"]
-    )
-    return _joined(context, comparison), []
-
-
-def verify_checkpoint(context: Any, header: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict, list]:
-    """Compare a model on disk, read in shards, with the same read whole. Header: source, subfolder, seed, dtype, ...
-
-    Rank 0 alone holds the whole model, on `reference_device`, and frees it before the shards are read.
-    """
-    from ..checkpoint.files import Checkpoint, resolve_source
-    from ..load import load_opened, open_model
-
-    dtype = getattr(torch, header["dtype"])
-    ranks = Ranks(context.rank, context.degree, context.device, context.data_group)
-    location = resolve_source(header["source"], subfolder=header.get("subfolder"))
-
-    def opened() -> Any:
-        return open_model(Checkpoint.open(location))
-
-    found = opened()
-    architecture = found.architecture
-    resolved = resolved_for(found.skeleton, architecture, ranks.degree)
-    inputs = example_inputs(architecture, found.skeleton.config, seed=header["seed"], dtype=dtype)
-    reference = None
-    if ranks.rank == 0:
-        context.pulse("reading the whole model")
-        device = torch.device(header["reference_device"])
-        whole, _ = load_opened(opened(), Ranks.single(device), dtype=dtype)
-        reference = Recording(whole, resolved.styles)
-        context.pulse("the unsharded forward")
-        reference.run(moved(inputs, device))
-        del whole
-    context.gather(0)
-    model, report = load_opened(found, ranks, dtype=dtype)
-    context.pulse("the sharded forward")
-    comparison = compare_sharded(
-        model, moved(inputs, ranks.device), ranks, tolerance=header["tolerance"], reference=reference
-    )
-    return {**_joined(context, comparison), "architecture": architecture.name}, []
-
-
 def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The inputs with their tensors on `device`."""
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
     }
-
-
-def _joined(context: Any, comparison: Comparison) -> dict[str, Any]:
-    """Rank 0's comparison, with the first failure that any rank had."""
-    failures = context.gather([comparison.failure, comparison.failed_in])
-    for rank, (failure, failed_in) in enumerate(failures):
-        if failure is not None and comparison.failure is None:
-            comparison.failure = f"on rank {rank}: {failure}"
-            comparison.failed_in = failed_in
-    return {"comparison": comparison.as_dict()}
 
 
 def plan_from_json(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,6 +323,3 @@ def plan_from_json(plan: Mapping[str, Any]) -> dict[str, Any]:
         return tuple(frozen(part) for part in value) if isinstance(value, list) else value
 
     return {key: style(key, value) for key, value in plan.items()}
-
-
-COMMANDS = {"verify_example": verify_example, "verify_checkpoint": verify_checkpoint}

@@ -361,10 +361,10 @@ def _text(frame: Frame, key: str) -> str:
     return value
 
 
-def admit(channel: Channel, token: str, timeout: float) -> None:
+def admit(channel: Channel, token: str, timeout: float) -> str:
     """The listening side of the handshake: a fresh nonce, and the peer's proof that it knows the token.
 
-    Returns before the welcome, so that the caller can still refuse; `welcome` ends the handshake.
+    Returns our own proof before the welcome, so that the caller can still refuse; `welcome` ends the handshake.
     """
     channel.set_deadline(time.monotonic() + timeout)
     nonce = secrets.token_hex(32)
@@ -376,12 +376,11 @@ def admit(channel: Channel, token: str, timeout: float) -> None:
     if not hmac.compare_digest(_text(frame, "proof").encode(), _proof(token, "client", nonce, peer).encode()):
         channel.send(REFUSED, 0, header={"reason": "the token is wrong"})
         raise ChannelError("the peer does not know the token")
-    channel.welcome_proof = _proof(token, "ranks", peer, nonce)  # type: ignore[attr-defined]
+    return _proof(token, "ranks", peer, nonce)
 
 
-def welcome(channel: Channel, description: dict[str, Any]) -> None:
+def welcome(channel: Channel, proof: str, description: dict[str, Any]) -> None:
     """Tell an admitted peer that it is the client, with our own proof of the token."""
-    proof = channel.welcome_proof  # type: ignore[attr-defined]
     channel.send(WELCOME, 0, header={"proof": proof, "group": description})
     channel.set_deadline(None)
 

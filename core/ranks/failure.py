@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,11 @@ import torch
 from .. import errors
 from ..errors import Cancelled, RankError, RankOutOfMemory, TPError
 
+log = logging.getLogger("comfy_tp.rank")
+
 TRACEBACK_TAIL = 6000
+# Marks a described error that ended its rank, and with it the group.
+ENDS = "ends"
 
 # The refusals that keep their type: every TPError, by its name.
 REFUSALS: dict[str, type[TPError]] = {
@@ -81,3 +88,29 @@ def rebuild(described: dict[str, Any], *, log_dir: str | None = None, note: str 
         return RankError(f"{message}{note}{logs}", rank=rank, device=device)
     first = f"{where} raised {described.get('original', name)}: {message}"
     return RankError(f"{first}{note}{tail}{logs}", rank=rank, device=device)
+
+
+def record(folder: Path, rank: int, error: dict[str, Any]) -> None:
+    """Leave a described error for the launcher; the file is there only when it is complete.
+
+    Where it cannot be written (no room, or a cleaner has removed the folder), the error goes its other ways.
+    """
+    path = _record(folder, rank)
+    unfinished = path.with_suffix(".part")
+    try:
+        unfinished.write_text(json.dumps(error))
+        unfinished.replace(path)
+    except OSError as reason:
+        log.warning("%s cannot be written: %s", path, reason)
+
+
+def recorded(folder: Path, rank: int) -> dict[str, Any] | None:
+    """The error that a rank has left, if it has."""
+    try:
+        return json.loads(_record(folder, rank).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _record(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"

@@ -42,7 +42,7 @@ def silence_limit(heartbeat_timeout: float, *, cancelled: bool) -> float:
     return min(heartbeat_timeout, max(SILENCE_FLOOR, heartbeat_timeout / CANCELLED_PART))
 
 
-class PulseFile:
+class HeartbeatFile:
     """The mapped file of a group of `degree` ranks; without a path it is memory of this process alone."""
 
     def __init__(self, path: Path | None, degree: int, *, create: bool = False):
@@ -75,10 +75,10 @@ class PulseFile:
         self._bytes[start : start + NOTE_BYTES] = raw.ljust(NOTE_BYTES, b"\0")
 
 
-class RankPulse:
+class RankHeartbeat:
     """What one rank writes. Without a file (several machines) it only counts."""
 
-    def __init__(self, file: PulseFile | None, rank: int, heartbeat: float):
+    def __init__(self, file: HeartbeatFile | None, rank: int, heartbeat: float):
         self._file = file
         self._slot = rank + 1
         self._period = heartbeat
@@ -119,7 +119,7 @@ class RankPulse:
         if self._file is not None:
             self._file.set_note(self._slot, note)
 
-    def mark(self, note: str | None = None) -> None:
+    def progress(self, note: str | None = None) -> None:
         """The command made progress."""
         now = time.monotonic()
         self.slowest = max(self.slowest, now - self._last)

@@ -4,7 +4,7 @@ It reads its configuration as one JSON line from stdin, makes the group's privat
 (`process`), and tells the client on stdout, in JSON lines, what happens to them. Its stdin is the lifetime of the
 group: at its end the ranks are killed by pid and the folder is removed.
 
-It ends the group when a rank dies, stops, hangs, or raised while the others wait for it (`judge`), and says which
+It ends the group when a rank dies, stops, hangs, or raised while the others wait for it (`watchdog`), and says which
 rank and why.
 """
 
@@ -24,15 +24,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ..claims import Claim, abandoned
-from . import heartbeat as life
-from .heartbeat import PulseFile
+from . import heartbeat
+from .failure import ENDS, recorded
+from .heartbeat import HeartbeatFile
 from .logs import RUNNING, rank_log, tail
 from .process import RankProcess, exit_cause
-from .watchdog import Judge
+from .watchdog import Verdict, Watchdog
 
 log = logging.getLogger("comfy_tp.launcher")
 
@@ -108,10 +110,10 @@ class Launcher:
         self.folder = folder = claim.path
         self._speak = speak
         self._parent = os.getppid()
-        self.pulse = PulseFile(folder / "pulse", self.degree, create=True)
-        self.pulse.put(0, life.HEARTBEAT, time.monotonic())
-        self.judge = Judge(
-            self.pulse,
+        self.signs = HeartbeatFile(folder / "heartbeats", self.degree, create=True)
+        self.signs.put(0, heartbeat.HEARTBEAT, time.monotonic())
+        self.watchdog = Watchdog(
+            self.signs,
             self.devices,
             step_timeout=config["step_timeout"],
             heartbeat_timeout=config["heartbeat_timeout"],
@@ -139,7 +141,7 @@ class Launcher:
             self._kill()
             if failure is None:
                 return
-            if failure.get("self_test") and attempt == 0:
+            if failure.self_test and attempt == 0:
                 note = (
                     "The collectives gave wrong sums on these devices, or none; started again with "
                     "NCCL_P2P_DISABLE=1."
@@ -148,7 +150,7 @@ class Launcher:
                 self.tell("note", text=note)
                 extra = {"NCCL_P2P_DISABLE": "1"}
                 continue
-            self.tell("failed", **failure)
+            self.tell("failed", **asdict(failure))
             return
 
     def _start(self, attempt: int, extra: dict[str, str]) -> None:
@@ -157,9 +159,9 @@ class Launcher:
         self._write_private("config.json", json.dumps({**public, "attempt": attempt}))
         common = {**rank_environment(self.config, self.degree), **extra}
         for slot in range(1, self.degree + 1):
-            self.pulse.put(slot, life.HEARTBEAT, 0.0)
-            self.pulse.put(slot, life.STATE, life.STARTING)
-            (self.folder / f"ended-{slot - 1}.json").unlink(missing_ok=True)
+            self.signs.put(slot, heartbeat.HEARTBEAT, 0.0)
+            self.signs.put(slot, heartbeat.STATE, heartbeat.STARTING)
+            (self.folder / f"error-{slot - 1}.json").unlink(missing_ok=True)
         fork = self.config["fork"]
         if fork:
             # Read by the libraries when they are imported.
@@ -192,9 +194,9 @@ class Launcher:
     def _import(self) -> None:
         """Import what the ranks need, once for all of them."""
         for slot in range(1, self.degree + 1):
-            self.pulse.set_note(slot, "loading its commands")
+            self.signs.set_note(slot, "loading its commands")
         with self._watching():
-            from .rank import prepare_commands
+            from .commands import prepare_commands
 
             try:
                 prepare_commands(self.config["commands"])
@@ -211,7 +213,7 @@ class Launcher:
 
         def watch() -> None:
             while not done.is_set():
-                self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+                self.signs.put(0, heartbeat.HEARTBEAT, time.monotonic())
                 readable, _, _ = select.select([0], [], [], WATCH_TICK)
                 if (readable and not os.read(0, 4096)) or os.getppid() != self._parent:
                     self.end()
@@ -232,13 +234,13 @@ class Launcher:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
 
-    def _supervise(self) -> dict[str, Any] | None:
-        """Wait for the end of the lifetime (None) or a failure (its description)."""
-        tick = self.judge.tick
+    def _supervise(self) -> Verdict | None:
+        """Wait for the end of the lifetime (None) or a failure."""
+        tick = self.watchdog.tick
         if not self._pidfds:
             tick = min(tick, 0.1)
         while True:
-            self.pulse.put(0, life.HEARTBEAT, time.monotonic())
+            self.signs.put(0, heartbeat.HEARTBEAT, time.monotonic())
             readable, _, _ = select.select([0, *self._pidfds], [], [], tick)
             if 0 in readable and not os.read(0, 4096):
                 return None
@@ -262,50 +264,38 @@ class Launcher:
                 ended[rank] = code if status.si_code == os.CLD_EXITED else -code
         return ended
 
-    def _dead(self) -> dict[str, Any] | None:
+    def _dead(self) -> Verdict | None:
         ended = self._exited()
         if not ended:
             return None
         deadline = time.monotonic() + CAUSE_WAIT
-        while all(code == life.EXIT_PEER_LOST for code in ended.values()) and time.monotonic() < deadline:
+        while (
+            all(code == heartbeat.EXIT_PEER_LOST for code in ended.values()) and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
             ended = self._exited()
         # A signal tells more than an exit code, and losing a peer is never the first cause.
-        rank = min(ended, key=lambda each: (ended[each] == life.EXIT_PEER_LOST, ended[each] >= 0, each))
+        rank = min(ended, key=lambda each: (ended[each] == heartbeat.EXIT_PEER_LOST, ended[each] >= 0, each))
         code = ended[rank]
-        if code == life.EXIT_SELF_TEST:
-            return {**self._about(rank), "self_test": True, "cause": "failed the start-up test"}
-        cause = "lost its connection to the other ranks" if code == life.EXIT_PEER_LOST else exit_cause(code)
-        failure = {**self._about(rank), "cause": cause, "exitcode": code}
-        error = self._recorded_error(rank)
-        if error is not None and code == 1:
-            failure["error"] = error
-        elif code != life.EXIT_PEER_LOST:
-            failure["log_tail"] = tail(self._log_of(rank))
-        return failure
+        if code == heartbeat.EXIT_SELF_TEST:
+            return self._blame(rank, "failed the start-up test", self_test=True)
+        if code == heartbeat.EXIT_PEER_LOST:
+            return self._blame(rank, "lost its connection to the other ranks")
+        error = recorded(self.folder, rank) if code == 1 else None
+        if error is not None and error.get(ENDS):
+            return self._blame(rank, exit_cause(code), error=error)
+        return self._blame(rank, exit_cause(code), log_tail=tail(self._log_of(rank)))
 
-    def _recorded_error(self, rank: int) -> dict[str, Any] | None:
-        """The exception that ended a rank, as it wrote it down."""
-        try:
-            return json.loads((self.folder / f"ended-{rank}.json").read_text())
-        except (OSError, ValueError):
-            return None
+    def _blame(self, rank: int, cause: str, **more: Any) -> Verdict:
+        return self.watchdog.blame(rank, cause, pid=self.pids[rank], **more)
 
-    def _about(self, rank: int) -> dict[str, Any]:
-        return {**self.judge.about(rank), "pid": self.pids[rank]}
-
-    def _judged(self) -> dict[str, Any] | None:
-        """The judge's verdict, with the exception of a rank that raised."""
-        verdict = self.judge.verdict()
-        if verdict is None:
-            return None
-        rank = verdict["rank"]
-        verdict["pid"] = self.pids[rank]
-        if verdict.get("raised"):
-            try:
-                verdict["error"] = json.loads((self.folder / f"raised-{rank}.json").read_text())
-            except (OSError, ValueError):
-                log.warning("rank %d raised, but what is not known", rank)
+    def _judged(self) -> Verdict | None:
+        """The watchdog's verdict, with the exception of a rank that raised."""
+        verdict = self.watchdog.verdict()
+        if verdict is not None and verdict.rank is not None:
+            verdict.pid = self.pids[verdict.rank]
+            if verdict.raised:
+                verdict.error = recorded(self.folder, verdict.rank)
         return verdict
 
     def _process_state(self, rank: int) -> str:

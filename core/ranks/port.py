@@ -176,12 +176,12 @@ class ClientPort:
         client = None
         try:
             try:
-                wire.admit(channel, self._token, self._handshake_timeout)
+                proof = wire.admit(channel, self._token, self._handshake_timeout)
                 client = self._take_place(channel)
                 if client is None:
                     channel.send(wire.REFUSED, 0, header={"reason": "it already serves another client"})
                     raise ChannelError("a second client")
-                wire.welcome(channel, self._description)
+                wire.welcome(channel, proof, self._description)
                 client.welcome = True
             finally:
                 with self._stranger_left:

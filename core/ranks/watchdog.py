@@ -1,4 +1,4 @@
-"""Who is to blame: judges from the ranks' signs of life whether one has stopped, hangs, or raised alone.
+"""Who is to blame: finds from the ranks' heartbeats whether one has stopped, hangs, or raised alone.
 
 The launcher judges the ranks of one machine; over several machines every rank judges all, from what they tell.
 """
@@ -7,14 +7,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from . import heartbeat as life
-from .heartbeat import PulseFile
+from . import heartbeat
+from .heartbeat import HeartbeatFile
 
 
-class Judge:
-    """Looks at a pulse file. Limits in seconds, as `RankGroup.start` explains them.
+@dataclass
+class Verdict:
+    """Why a group ends, and the rank that is to blame, if that is known; with what it was doing.
+
+    raised: it raised an exception that the others never learned of; `error` is that exception, described.
+    guess: what else can be said of the cause. self_test: it failed the start-up test, which may pass without P2P.
+    """
+
+    cause: str
+    rank: int | None = None
+    device: str | None = None
+    state: int = heartbeat.BUSY
+    doing: str = ""
+    step: int = 0
+    pid: int | None = None
+    raised: bool = False
+    error: dict[str, Any] | None = None
+    guess: str = ""
+    log_tail: str = ""
+    self_test: bool = False
+
+
+class Watchdog:
+    """Looks at the file of heartbeats. Limits in seconds, as `RankGroup.start` explains them.
 
     places: where each rank's main thread is, for the error's text; asked once, when ranks hang.
     state_of: a rank's process state as in /proc, where it can be seen.
@@ -22,7 +45,7 @@ class Judge:
 
     def __init__(
         self,
-        pulse: PulseFile,
+        signs: HeartbeatFile,
         devices: Sequence[str],
         *,
         step_timeout: float,
@@ -31,7 +54,7 @@ class Judge:
         places: Callable[[], list[str]] | None = None,
         state_of: Callable[[int], str] | None = None,
     ):
-        self.pulse = pulse
+        self.signs = signs
         self.devices = devices
         self.step_timeout = step_timeout
         self.heartbeat_timeout = heartbeat_timeout
@@ -44,59 +67,55 @@ class Judge:
         """How often to look."""
         return min(0.5, self.step_timeout / 10, self.heartbeat_timeout / 10)
 
-    def about(self, rank: int) -> dict[str, Any]:
-        """What a rank is and does."""
+    def blame(self, rank: int, cause: str, **more: Any) -> Verdict:
+        """The verdict on a rank, with what it does at the moment."""
         slot = rank + 1
-        return {
-            "rank": rank,
-            "device": self.devices[rank],
-            "state": int(self.pulse.get(slot, life.STATE)),
-            "doing": self.pulse.note(slot),
-            "step": int(self.pulse.get(slot, life.STEP)),
-        }
+        return Verdict(
+            cause,
+            rank,
+            self.devices[rank],
+            int(self.signs.get(slot, heartbeat.STATE)),
+            self.signs.note(slot),
+            int(self.signs.get(slot, heartbeat.STEP)),
+            **more,
+        )
 
-    def verdict(self) -> dict[str, Any] | None:
-        """The rank that ends the group and why, or None where all is well.
-
-        `raised` is true where the rank raised an exception that the others never learned of.
-        """
+    def verdict(self) -> Verdict | None:
+        """The rank that ends the group and why, or None where all is well."""
         return self._stopped() or self._raised() or self._stuck()
 
-    def _stopped(self) -> dict[str, Any] | None:
+    def _stopped(self) -> Verdict | None:
         now = time.monotonic()
-        cancelled = bool(self.pulse.get(0, life.CANCELLED))
-        limit = life.silence_limit(self.heartbeat_timeout, cancelled=cancelled)
+        cancelled = bool(self.signs.get(0, heartbeat.CANCELLED))
+        limit = heartbeat.silence_limit(self.heartbeat_timeout, cancelled=cancelled)
         for rank in range(len(self.devices)):
-            beat = self.pulse.get(rank + 1, life.HEARTBEAT)
+            beat = self.signs.get(rank + 1, heartbeat.HEARTBEAT)
             # Before its first beat a rank is importing torch; the client's start timeout bounds that.
             if beat and now - beat > limit:
                 state = self._state_of(rank) if self._state_of is not None else ""
                 stopped = " (it is stopped by a signal)" if state == "T" else ""
-                return {
-                    **self.about(rank),
-                    "cause": f"has shown no sign of life for {now - beat:.0f} s{stopped}"
-                    + (" in a cancelled command" if cancelled else ""),
-                }
+                during = " in a cancelled command" if cancelled else ""
+                return self.blame(rank, f"has shown no sign of life for {now - beat:.0f} s{stopped}{during}")
         return None
 
     def _states(self) -> list[int]:
-        return [int(self.pulse.get(rank + 1, life.STATE)) for rank in range(len(self.devices))]
+        return [int(self.signs.get(rank + 1, heartbeat.STATE)) for rank in range(len(self.devices))]
 
     def _silence(self) -> float:
-        newest = max(self.pulse.get(rank + 1, life.PROGRESS) for rank in range(len(self.devices)))
+        newest = max(self.signs.get(rank + 1, heartbeat.PROGRESS) for rank in range(len(self.devices)))
         return time.monotonic() - newest
 
-    def _raised(self) -> dict[str, Any] | None:
+    def _raised(self) -> Verdict | None:
         states = self._states()
-        if life.FAILED not in states or self._silence() < self.error_grace:
+        if heartbeat.FAILED not in states or self._silence() < self.error_grace:
             return None
-        rank = states.index(life.FAILED)
-        return {**self.about(rank), "cause": "raised while the other ranks waited for it", "raised": True}
+        rank = states.index(heartbeat.FAILED)
+        return self.blame(rank, "raised while the other ranks waited for it", raised=True)
 
-    def _stuck(self) -> dict[str, Any] | None:
-        if life.BUSY not in self._states():
+    def _stuck(self) -> Verdict | None:
+        if heartbeat.BUSY not in self._states():
             return None
-        slowest = max(self.pulse.get(rank + 1, life.SLOWEST) for rank in range(len(self.devices)))
+        slowest = max(self.signs.get(rank + 1, heartbeat.SLOWEST) for rank in range(len(self.devices)))
         silent = self._silence()
         if silent < self.step_timeout + slowest:
             return None
@@ -104,17 +123,14 @@ class Judge:
         rank = self._laggard(places)
         known = [f"rank {each}: {place}" for each, place in enumerate(places) if place]
         where = f" ({'; '.join(known)})" if known else ""
-        return {
-            **self.about(rank),
-            "cause": f"made no progress for {silent:.0f} s and holds up the group{where}",
-        }
+        return self.blame(rank, f"made no progress for {silent:.0f} s and holds up the group{where}")
 
     def _laggard(self, places: list[str]) -> int:
         """The rank that is furthest behind; of equals, the first that does not wait in a collective."""
 
         def behind(rank: int) -> tuple:
             slot = rank + 1
-            done = (self.pulse.get(slot, life.COMMAND), self.pulse.get(slot, life.STEP))
+            done = (self.signs.get(slot, heartbeat.COMMAND), self.signs.get(slot, heartbeat.STEP))
             return (*done, "distributed" in places[rank], rank)
 
         return min(range(len(self.devices)), key=behind)

@@ -33,6 +33,10 @@ class ShardedState:
         self.compute_dtype: torch.dtype | None = None
         self.patched = False
 
+    def all_reduces(self, model: nn.Module) -> int:
+        """How many all-reduces one forward of `model` makes, by its plan."""
+        return self.plan.all_reduces - self.architecture.merged(model) if self.ranks.degree > 1 else 0
+
 
 def apply_plan(model: nn.Module, plan: ResolvedPlan, ranks: Ranks, architecture: Architecture) -> nn.Module:
     """Replace the planned modules of `model` by this rank's sharded ones and bind the architecture's forwards.

@@ -28,24 +28,20 @@ import torch.distributed as dist
 
 from ...errors import ConfigError, RankError
 from .. import channel as wire
-from .. import heartbeat as life
-from ..address import parse_address
+from ..commands import load_commands
+from ..context import RankContext
 from ..failure import describe
-from ..heartbeat import RankPulse
+from ..heartbeat import BUSY, EXIT_PEER_LOST, FAILED, RankHeartbeat
+from ..lockstep import PeerLost
 from ..logs import new_log_dir, open_log, rank_log
+from ..loop import CommandLoop
 from ..port import ClientPort
-from ..rank import (
-    CommandLoop,
-    PeerLost,
-    RankContext,
-    end_process,
-    join_group,
-    load_commands,
-    open_device,
-    run_self_test,
-)
+from ..rank import end_process, join_group, open_device
+from ..self_test import run_self_test
+from ..watchdog import Verdict
+from .address import parse_address
 from .secret import make_token, read_token
-from .watch import GUARD_LATER, Guard, StorePulse
+from .watch import GUARD_LATER, Guard, StoreHeartbeat
 
 log = logging.getLogger("comfy_tp.node")
 
@@ -135,7 +131,7 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
     if leads:
         folder = new_log_dir(running=True)
         log_to(folder, rank)
-    pulse = RankPulse(None, rank, 1.0)
+    heartbeat = RankHeartbeat(None, rank, 1.0)
     commands = load_commands(options.commands)
     name = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     device = open_device(name, rank)
@@ -170,7 +166,7 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
         device,
         data,
         control,
-        pulse,
+        heartbeat,
         name=f"{name}@{host}",
         logs=f"{host}:{folder}"[:LOGS_LIMIT],
     )
@@ -185,24 +181,24 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
             "logs": context.logs,
         }
         port = ClientPort(listener, token, description)
-    pulse.slowest = 0.0
-    signs = StorePulse(dist.PrefixStore("comfy_tp/life", life_store), pulse, rank, devices, options)
+    heartbeat.slowest = 0.0
+    signs = StoreHeartbeat(dist.PrefixStore("comfy_tp/life", life_store), heartbeat, rank, devices, options)
     loop = CommandLoop(
         context,
         commands,
         port,
         keepalive=min(options.keepalive, options.collective_timeout / 2),
         error_grace=options.error_grace,
-        on_raised=lambda error: setattr(signs, "raised", error),
+        note_failure=lambda error: setattr(signs, "raised", error),
     )
 
-    def blame(verdict: dict[str, Any]) -> None:
+    def blame(verdict: Verdict) -> None:
         error = _described(verdict, logs)
         log.error("%s", error["message"])
         teller = threading.Thread(target=loop.tell_client, args=(error,), daemon=True)
         teller.start()
         teller.join(TELL_WAIT)
-        os._exit(life.EXIT_PEER_LOST)
+        os._exit(EXIT_PEER_LOST)
 
     signs.start(blame, Guard(options.heartbeat_timeout + GUARD_LATER))
     # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.
@@ -223,16 +219,16 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
         raise
 
 
-def _described(verdict: dict[str, Any], logs: Sequence[str]) -> dict[str, Any]:
+def _described(verdict: Verdict, logs: Sequence[str]) -> dict[str, Any]:
     """A verdict as the error that the client gets."""
-    if verdict.get("error"):
-        return verdict["error"]
-    rank, device = verdict["rank"], verdict["device"]
+    if verdict.error:
+        return verdict.error
+    rank = verdict.rank
     if rank is None:
-        return describe(RankError(f"The ranks {verdict['cause']}."), None, None, logs[0])
-    during = f" during {verdict['doing']!r}" if verdict["state"] in (life.BUSY, life.FAILED) else ""
-    text = f"Rank {rank} ({device}) {verdict['cause']}{during}.{verdict.get('guess', '')}"
-    return describe(RankError(text), rank, device, logs[rank])
+        return describe(RankError(f"The ranks {verdict.cause}."), None, None, logs[0])
+    during = f" during {verdict.doing!r}" if verdict.state in (BUSY, FAILED) else ""
+    text = f"Rank {rank} ({verdict.device}) {verdict.cause}{during}.{verdict.guess}"
+    return describe(RankError(text), rank, verdict.device, logs[rank])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How the ranks of several machines watch one another: their signs of life travel through torchrun's store.
 
 Every rank judges all of them, rank 0 too, so that no machine goes on with a group that is broken on another. Who comes
-to a verdict, loses a connection or is told to end calls the roll: each rank answers, whoever has a verdict tells it,
+to a verdict, loses a connection or is told to end asks all: each rank answers, whoever has a verdict tells it,
 and who does not answer is gone. A rank that is stopped is ended by its `Guard`.
 """
 
@@ -18,24 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .. import heartbeat as life
-from ..heartbeat import PulseFile, RankPulse
-from ..watchdog import Judge
+from .. import heartbeat
+from ..heartbeat import HeartbeatFile, RankHeartbeat
+from ..watchdog import Verdict, Watchdog
 
 log = logging.getLogger("comfy_tp.watch")
 
-# How often a rank asks whether the roll is called, in seconds.
+# How often a rank asks whether they are asked, in seconds.
 TICK = 0.2
 # How long the answers are awaited.
 ANSWER_WAIT = 3.0
 # How much later than the judges the guard finds a rank silent: they can say which one it is.
 GUARD_LATER = 2.0
-ROLL = "roll"
+ASKED = "asked"
 
 GONE = " It was killed, perhaps for want of memory, or its machine cannot be reached."
 ENDED = "was told to end by SIGTERM, as torchrun does when it is ended or another of its ranks has ended"
@@ -69,20 +70,20 @@ class Guard:
             os.write(self._pipe, b"\0")
 
 
-class StorePulse:
+class StoreHeartbeat:
     """Carries the ranks' signs of life through the rendezvous store, in a thread of every rank.
 
-    Ages travel, not times, since machines have different clocks. Each rank mirrors them in a pulse file of its own
-    memory, and calls `blame` once with the verdict, which must end the process. Whatever keeps the thread from going
+    Ages travel, not times, since machines have different clocks. Each rank mirrors them in a file of heartbeats of its
+    own memory, and calls `blame` once with the verdict, which must end the process. Whatever keeps the thread from going
     on is a verdict too: a group that nobody watches ends.
     """
 
-    def __init__(self, store: dist.Store, pulse: RankPulse, rank: int, devices: Sequence[str], limits: Any):
+    def __init__(self, store: dist.Store, own: RankHeartbeat, rank: int, devices: Sequence[str], limits: Any):
         self._store = store
-        self._pulse = pulse
+        self._own = own
         self._rank = rank
-        self._mirror = PulseFile(None, len(devices))
-        self._judge = Judge(
+        self._mirror = HeartbeatFile(None, len(devices))
+        self._watchdog = Watchdog(
             self._mirror,
             devices,
             step_timeout=limits.step_timeout,
@@ -98,15 +99,17 @@ class StorePulse:
         self._guard: Guard | None = None
         self._rung = False
         self._lost = ""
-        self._verdict: dict[str, Any] | None = None
+        self._verdict: Verdict | None = None
         # Rung by this process's main thread, and by its signals: see `signal.set_wakeup_fd`.
         self._ear, self.bell = socket.socketpair()
         self.bell.setblocking(False)
         self.raised: dict[str, Any] | None = None
 
-    def start(self, blame: Callable[[dict[str, Any]], Any], guard: Guard | None = None) -> None:
+    def start(self, blame: Callable[[Verdict], Any], guard: Guard | None = None) -> None:
         self._guard = guard
-        self._thread = threading.Thread(target=self._run, args=(blame,), name="comfy_tp pulse", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(blame,), name="comfy_tp heartbeat", daemon=True
+        )
         self._thread.start()
 
     def lost_a_peer(self, why: str) -> None:
@@ -116,27 +119,27 @@ class StorePulse:
 
     def ended_by(self, error: dict[str, Any]) -> None:
         """For the main thread: a described error has ended this rank. Returns as `lost_a_peer` does."""
-        self._verdict = {**self._judge.about(self._rank), "cause": "ended", "error": error}
+        self._verdict = self._watchdog.blame(self._rank, "ended", error=error)
         self._ring()
 
     def _ring(self) -> None:
         with suppress(OSError):
             self.bell.send(b"\0")
         if self._thread is not None:
-            self._thread.join(self._answer_wait + self._judge.heartbeat_timeout)
+            self._thread.join(self._answer_wait + self._watchdog.heartbeat_timeout)
 
-    def _run(self, blame: Callable[[dict[str, Any]], Any]) -> None:
+    def _run(self, blame: Callable[[Verdict], Any]) -> None:
         try:
-            verdict = self._call_the_roll(self._watch())
+            verdict = self._ask_all(self._watch())
         except Exception as error:
             gone = isinstance(error, RuntimeError)
             why = f"torchrun's store is gone ({error})" if gone else f"{type(error).__name__}: {error}"
             log.error("the signs of life end", exc_info=None if gone else error)
-            verdict = {**self._judge.about(self._rank), "cause": f"cannot watch the ranks any more: {why}"}
+            verdict = self._watchdog.blame(self._rank, f"cannot watch the ranks any more: {why}")
         blame(verdict)
 
-    def _watch(self) -> dict[str, Any] | None:
-        """Until there is a verdict, or the roll is called."""
+    def _watch(self) -> Verdict | None:
+        """Until there is a verdict, or everybody is asked."""
         beat = 0
         while True:
             beat += 1
@@ -149,23 +152,23 @@ class StorePulse:
             due = time.monotonic() + self._period
             while (left := due - time.monotonic()) > 0:
                 self._rung = bool(select.select([self._ear], [], [], min(TICK, left))[0])
-                if self._rung or self._store.check([ROLL]):
+                if self._rung or self._store.check([ASKED]):
                     return self._verdict
 
     def _write(self, beat: int) -> None:
-        pulse = self._pulse
+        own = self._own
         said = {
             "beat": beat,
-            "command": pulse.command,
-            "step": pulse.steps,
-            "age": time.monotonic() - pulse.progress_at,
-            "state": pulse.state,
-            "slowest": pulse.slowest,
-            "note": pulse.note,
-            "place": main_place() if pulse.state == life.BUSY else "",
-            "raised": self.raised if pulse.state == life.FAILED else None,
+            "command": own.command,
+            "step": own.steps,
+            "age": time.monotonic() - own.progress_at,
+            "state": own.state,
+            "slowest": own.slowest,
+            "note": own.note,
+            "place": main_place() if own.state == heartbeat.BUSY else "",
+            "raised": self.raised if own.state == heartbeat.FAILED else None,
         }
-        self._store.set(f"pulse/{self._rank}", json.dumps(said))
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(said))
 
     def _told(self, key: str) -> dict[int, dict[str, Any]]:
         """What each rank has said under this key, if it has."""
@@ -176,68 +179,64 @@ class StorePulse:
             if self._store.check([each])
         }
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> Verdict | None:
         raised = {}
-        for rank, said in self._told("pulse").items():
+        for rank, said in self._told("heartbeat").items():
             slot = rank + 1
             self._places[rank] = said["place"]
             raised[rank] = said["raised"]
             if said["beat"] != self._beats.get(rank):
                 now = time.monotonic()
                 self._beats[rank] = said["beat"]
-                self._mirror.put(slot, life.HEARTBEAT, now)
-                self._mirror.put(slot, life.PROGRESS, now - said["age"])
-            self._mirror.put(slot, life.COMMAND, said["command"])
-            self._mirror.put(slot, life.STEP, said["step"])
-            self._mirror.put(slot, life.STATE, said["state"])
-            self._mirror.put(slot, life.SLOWEST, said["slowest"])
+                self._mirror.put(slot, heartbeat.HEARTBEAT, now)
+                self._mirror.put(slot, heartbeat.PROGRESS, now - said["age"])
+            self._mirror.put(slot, heartbeat.COMMAND, said["command"])
+            self._mirror.put(slot, heartbeat.STEP, said["step"])
+            self._mirror.put(slot, heartbeat.STATE, said["state"])
+            self._mirror.put(slot, heartbeat.SLOWEST, said["slowest"])
             self._mirror.set_note(slot, said["note"])
-        self._mirror.put(0, life.CANCELLED, self._pulse.cancelled)
-        verdict = self._judge.verdict()
-        if verdict is not None and verdict.get("raised"):
-            verdict["error"] = raised.get(verdict["rank"])
+        self._mirror.put(0, heartbeat.CANCELLED, self._own.cancelled)
+        verdict = self._watchdog.verdict()
+        if verdict is not None and verdict.raised and verdict.rank is not None:
+            verdict.error = raised.get(verdict.rank)
         return verdict
 
-    def _call_the_roll(self, verdict: dict[str, Any] | None) -> dict[str, Any]:
+    def _ask_all(self, verdict: Verdict | None) -> Verdict:
         """Answer, with the verdict if there is one, hear the other ranks' answers, and find who is to blame."""
         answer = {
-            "verdict": verdict,
+            "verdict": asdict(verdict) if verdict is not None else None,
             "lost": self._lost,
             "ended": self._rung and not self._lost,
-            "raised": self.raised if self._pulse.state == life.FAILED else None,
+            "raised": self.raised if self._own.state == heartbeat.FAILED else None,
         }
         self._store.set(f"answer/{self._rank}", json.dumps(answer))
-        self._store.set(ROLL, "")
+        self._store.set(ASKED, "")
         deadline = time.monotonic() + self._answer_wait
         while True:
             answers = self._told("answer")
             verdicts = [each["verdict"] for each in answers.values() if each["verdict"]]
             if verdicts:
-                return verdicts[0]
+                return Verdict(**verdicts[0])
             if len(answers) == self._mirror.degree or time.monotonic() > deadline:
                 return self._to_blame(answers)
             time.sleep(TICK / 4)
 
-    def _to_blame(self, answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _to_blame(self, answers: dict[int, dict[str, Any]]) -> Verdict:
         """The verdict from the answers, none of which holds one."""
         gone = [rank for rank in range(self._mirror.degree) if rank not in answers]
         if gone:
-            others = ", ".join(f"rank {rank} ({self._judge.devices[rank]})" for rank in gone[1:])
+            others = ", ".join(f"rank {rank} ({self._watchdog.devices[rank]})" for rank in gone[1:])
             together = f", and so is {others}," if others else ""
+            verdict = self._watchdog.blame(gone[0], f"is gone{together}", guess=GONE)
             # What it last said may be a command ago; this rank is in the same one as those that are gone.
-            now = {"state": self._pulse.state, "doing": self._pulse.note}
-            return {**self._judge.about(gone[0]), **now, "cause": f"is gone{together}", "guess": GONE}
+            return replace(verdict, state=self._own.state, doing=self._own.note)
         for rank, answer in answers.items():
             if answer["raised"]:
-                return {**self._judge.about(rank), "cause": "raised", "error": answer["raised"]}
+                return self._watchdog.blame(rank, "raised", error=answer["raised"])
         for rank, answer in answers.items():
             if answer["ended"]:
-                return {**self._judge.about(rank), "cause": ENDED}
+                return self._watchdog.blame(rank, ENDED)
         heard = "; ".join(
             f"rank {rank}: {answer['lost']}" for rank, answer in answers.items() if answer["lost"]
         )
-        return {
-            "rank": None,
-            "device": None,
-            "cause": f"lost their connection, and which of them failed is unknown ({heard})",
-        }
+        return Verdict(f"lost their connection, and which of them failed is unknown ({heard})")

@@ -1,4 +1,4 @@
-"""The denoising loop as every rank runs it, in lockstep with the others.
+"""The samplers that the ranks run themselves.
 
 A flow model says at noise level sigma in which direction the latent moves: its velocity v, so that the clean latent
 is x0 = x - sigma v. A sampler walks down the levels. Each one here is a pure function of the model's x0 and the
@@ -9,24 +9,14 @@ gives what ComfyUI's sampler of that name gives. Those that draw noise, or choos
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..errors import InputError, UnsupportedError
-
 Denoiser = Callable[[torch.Tensor, float], torch.Tensor]  # (x, sigma) -> x0
 Steps = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (x after the step, x0 at its start), one per step
 Sampler = Callable[[Denoiser, torch.Tensor, Sequence[float]], Steps]
-
-# Up to so many image tokens a call is bound by latency, and both sides of the guidance go through the model at once.
-JOINT_TOKENS = 1024
-
-
-# --- samplers ---------------------------------------------------------------------------------------------------
 
 
 def heun(denoiser: Denoiser, x: torch.Tensor, sigmas: Sequence[float]) -> Steps:
@@ -205,147 +195,6 @@ SAMPLERS: dict[str, Sampler] = {
 }
 
 
-# --- the loop ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Condition:
-    """One side of the guidance on this rank: `context` [1 or B, L, D], `references` [1 or B, C, h_k, w_k] latents."""
-
-    context: torch.Tensor
-    guidance: float | None = None
-    references: Sequence[torch.Tensor] = ()
-    reference_method: str = "index"
-    pooled: torch.Tensor | None = None
-
-    def for_batch(self, batch: int) -> Condition:
-        """The same with every tensor repeated, or cut, to `batch` items, as ComfyUI fits conditionings to a latent."""
-        return replace(
-            self,
-            context=fit_batch(self.context, batch),
-            references=[fit_batch(reference, batch) for reference in self.references],
-            pooled=None if self.pooled is None else fit_batch(self.pooled, batch),
-        )
-
-    def joins(self, other: Condition) -> bool:
-        """Whether both can go through the model as one batch: same shapes, same kinds of input."""
-        shapes = [reference.shape for reference in self.references]
-        return (
-            self.context.shape == other.context.shape
-            and shapes == [reference.shape for reference in other.references]
-            and self.reference_method == other.reference_method
-            and (self.guidance is None) == (other.guidance is None)
-            and getattr(self.pooled, "shape", None) == getattr(other.pooled, "shape", None)
-        )
-
-
-def fit_batch(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    """`tensor` [b, ...] repeated in order, or cut, to [batch, ...]."""
-    if tensor.shape[0] == batch:
-        return tensor
-    if tensor.shape[0] == 1:
-        return tensor.expand(batch, *tensor.shape[1:])
-    return tensor.repeat(math.ceil(batch / tensor.shape[0]), *[1] * (tensor.ndim - 1))[:batch]
-
-
-def denoise(
-    predict: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    sigmas: torch.Tensor,
-    *,
-    sampler: str,
-    positive: Condition,
-    negative: Condition | None = None,
-    cfg: float = 1.0,
-    compute_dtype: torch.dtype = torch.float32,
-    latent_patch: int = 1,
-    on_step: Callable[[int, torch.Tensor], None] | None = None,
-    check: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Walk `x` [B, C, h, w] float32 down `sigmas` [S + 1] and return it at the last one.
-
-    `predict(x, timestep [B], context, guidance=, references=, reference_method=, pooled=)` returns the velocity
-    [B, C, h, w]. It gets x in `compute_dtype`; x0, guidance and steps are float32. With `cfg` other than 1,
-    x0 = negative + cfg (positive - negative), Ho and Salimans 2022 (arXiv:2207.12598). `on_step(step, x0)` is called
-    after each step, `check()` before each one: every rank calls it equally often. A token of the model stands for
-    `latent_patch` x `latent_patch` positions of x.
-
-    Raises `UnsupportedError` for a sampler that is not in `SAMPLERS`, `InputError` for sigmas that do not descend.
-    """
-    if sampler not in SAMPLERS:
-        raise UnsupportedError(
-            f"The ranks do not run the sampler '{sampler}' themselves. They run: {', '.join(sorted(SAMPLERS))}."
-        )
-    reason = why_not_descending(sigmas)
-    if reason:
-        raise InputError(f"The ranks cannot walk these sigmas: {reason}. Connect sigmas that descend.")
-    guided = not math.isclose(cfg, 1.0)
-    if guided and negative is None:
-        raise InputError(f"cfg {cfg:g} needs a negative conditioning. Connect one, or set cfg to 1.")
-
-    batch = x.shape[0]
-    positive = positive.for_batch(batch)
-    negative = negative.for_batch(batch) if guided and negative is not None else None
-    joint = None
-    if (
-        negative is not None
-        and batch * x.shape[-2] * x.shape[-1] <= JOINT_TOKENS * latent_patch**2
-        and negative.joins(positive)
-    ):
-        joint = _joined(negative, positive)
-
-    def velocity(
-        x: torch.Tensor, sigma: float, side: Condition, guidance: Sequence[float | None]
-    ) -> torch.Tensor:
-        share = x.shape[0] // len(guidance)
-        strength = [value for value in guidance if value is not None]
-        return predict(
-            x.to(compute_dtype),
-            torch.full((x.shape[0],), sigma, dtype=torch.float32, device=x.device),
-            side.context,
-            guidance=torch.tensor(strength, device=x.device).repeat_interleave(share).to(compute_dtype)
-            if strength
-            else None,
-            references=side.references,
-            reference_method=side.reference_method,
-            pooled=side.pooled,
-        ).float()
-
-    def denoiser(x: torch.Tensor, sigma: float) -> torch.Tensor:
-        if negative is None:
-            return x - sigma * velocity(x, sigma, positive, [positive.guidance])
-        if joint is not None:
-            both = velocity(torch.cat([x, x]), sigma, joint, [negative.guidance, positive.guidance])
-            away, towards = both.chunk(2)
-        else:
-            towards = velocity(x, sigma, positive, [positive.guidance])
-            away = velocity(x, sigma, negative, [negative.guidance])
-        x0_towards, x0_away = x - sigma * towards, x - sigma * away
-        return x0_away + cfg * (x0_towards - x0_away)
-
-    levels = [float(sigma) for sigma in sigmas.float()]
-    walk = SAMPLERS[sampler](denoiser, x.float(), levels)
-    for step in range(len(levels) - 1):
-        if check is not None:
-            check()
-        x, x0 = next(walk)
-        if on_step is not None:
-            on_step(step, x0)
-    return x
-
-
-def _joined(first: Condition, second: Condition) -> Condition:
-    """Both sides as one batch, `first` in front."""
-    return replace(
-        first,
-        context=torch.cat([first.context, second.context]),
-        references=[torch.cat(pair) for pair in zip(first.references, second.references, strict=True)],
-        pooled=None
-        if first.pooled is None or second.pooled is None
-        else torch.cat([first.pooled, second.pooled]),
-    )
-
-
 def why_not_descending(sigmas: torch.Tensor) -> str | None:
     """What keeps `sigmas` from being two or more finite levels, each lower than the one before, none negative."""
     if sigmas.ndim != 1 or len(sigmas) < 2:
@@ -359,59 +208,3 @@ def why_not_descending(sigmas: torch.Tensor) -> str | None:
     if float(sigmas[-1]) < 0:
         return f"the last one is {float(sigmas[-1]):g}"
     return None
-
-
-# --- the command ------------------------------------------------------------------------------------------------
-
-
-def run_sample(
-    context: Any, model: Any, header: dict[str, Any], tensors: list[torch.Tensor]
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Answer `RemoteModel.sample` on this rank: tensors are x and sigmas, the reply's is x.
-
-    Reports `step` events with x0 when the header asks for previews. Cancel takes effect between steps.
-    """
-    x, sigmas = tensors
-    steps = max(len(sigmas) - 1, 0)
-    started = time.perf_counter()
-
-    def report(step: int, x0: torch.Tensor) -> None:
-        nonlocal started
-        if x0.device.type == "cuda":
-            torch.cuda.synchronize(x0.device)
-        now = time.perf_counter()
-        event = {"event": "step", "step": step, "steps": steps, "seconds": now - started}
-        started = now
-        context.report(event, [x0.cpu()] if header["preview"] and context.rank == 0 else [])
-
-    def predict(*arguments: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        context.pulse("sample")  # a step may hold four calls; each is progress
-        return model.velocity(*arguments, **inputs, **header["options"])
-
-    model.unpark()
-    with torch.inference_mode():
-        x = denoise(
-            predict,
-            x.to(model.ranks.device),
-            sigmas,
-            sampler=header["sampler"],
-            positive=_condition(model, header["positive"]),
-            negative=_condition(model, header["negative"]) if header["negative"] is not None else None,
-            cfg=header["cfg"],
-            compute_dtype=model.dtype,
-            latent_patch=model.opened.architecture.latent_patch,
-            on_step=report,
-            check=context.check_cancelled,
-        )
-        return {}, [x.cpu()]
-
-
-def _condition(model: Any, header: dict[str, Any]) -> Condition:
-    """The side of the guidance that `remote.Conditioning.header` describes, from the tensors kept here."""
-    return Condition(
-        context=model.kept_tensor(header["context"]),
-        guidance=header["guidance"],
-        references=[model.kept_tensor(key) for key in header["references"]],
-        reference_method=header["reference_method"],
-        pooled=None if header["pooled"] is None else model.kept_tensor(header["pooled"]),
-    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigError
-from ..wording import short
+from ...errors import ConfigError
+from ...wording import short
 
 HIGHEST_PORT = 65535
 
