@@ -27,6 +27,7 @@ from typing import Any
 import matrix_report
 from conftest import processes_with
 
+from comfy_tp.core.cli.bench import unwound_by_signals
 from comfy_tp.core.cli.comfyui import comfyui_python, environment, tree
 from comfy_tp.core.cli.comfyui.choose import runnable
 from comfy_tp.core.cli.comfyui.releases import WHEEL_RELEASE, named, numbers, order
@@ -152,7 +153,8 @@ def _run_pytest(
         )
     try:
         # 0: all passed, 1: some failed, 5: there was none.
-        status = process.wait(limit_s)
+        with unwound_by_signals():
+            status = process.wait(limit_s)
         return FINISHED if status in (0, 1, 5) else f"pytest ended with exit status {status}"
     except subprocess.TimeoutExpired:
         return f"timed out after {limit_s / 60:g} minutes"

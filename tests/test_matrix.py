@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import matrix
@@ -114,6 +118,27 @@ def test_a_run_that_takes_too_long_says_so_counts_what_ended_and_leaves_nothing(
     assert [
         one for one in processes_with(f"COMFY_TP_CACHE={suite.parent / 'cache'}").values() if "sleep" in one
     ] == []
+
+
+def test_a_matrix_that_is_ended_leaves_nothing(suite: Path):
+    """SIGTERM, as from a service manager or `kill`; also where a shell's background job ignores SIGINT."""
+    (suite / "test_slow.py").write_text(SLOW)
+    program = f"""
+import pathlib, matrix
+matrix.LOGS = pathlib.Path({str(suite.parent)!r}) / "logs"
+matrix.run("0.3.75", pathlib.Path({str(suite)!r}), 600, 0)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+    )
+    mark = f"COMFY_TP_CACHE={suite.parent / 'cache'}"
+    deadline = time.monotonic() + 60
+    while not any("sleep" in one for one in processes_with(mark).values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not any("sleep" in one for one in processes_with(mark).values())
 
 
 def test_the_page_has_a_row_for_every_result(tmp_path: Path):
