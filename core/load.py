@@ -98,36 +98,50 @@ def from_pretrained(
     config = TensorParallelConfig.of(parallel_config)
     ranks = Ranks.of(config, device)
     with ranks.on_device():
-        saved: Path | None = None
-        opened: OpenedModel | None = None
-        failure: Exception | None = None
-        try:
-            saved = saved_shards(name_or_path, subfolder)
-            if saved is None:
-                location = resolve_source(name_or_path, subfolder=subfolder, **hub)
-                checkpoint = Checkpoint.open(location, variant=hub.get("variant"))
-                opened = open_model(checkpoint, model_class=model_class)
-        except Exception as error:
-            failure = error
-        others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
-        raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
-        if ranks.degree > 1:
-            check_kinds(ranks, name_or_path, saved is not None)
-        if saved is not None:
-            model, _ = load_shards(
-                model_class, saved, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
+        found = opened_together(ranks, model_class, name_or_path, subfolder, hub)
+        if isinstance(found, OpenedModel):
+            model, _ = load_opened(
+                found,
+                ranks,
+                config=config,
+                dtype=dtype or torch.float32,
+                progress=progress,
+                cancelled=cancelled,
             )
-            guard(model, ranks)
-            return model
-        if opened is None:
-            raise AssertionError("a rank that opened nothing raised")
-        if ranks.degree > 1:
-            check_files(ranks, opened.checkpoint)
-        model, _ = load_opened(
-            opened, ranks, config=config, dtype=dtype or torch.float32, progress=progress, cancelled=cancelled
-        )
+        else:
+            model, _ = load_shards(
+                model_class, found, ranks, config=config, dtype=dtype, progress=progress, cancelled=cancelled
+            )
         guard(model, ranks)
         return model
+
+
+def opened_together(
+    ranks: Ranks, model_class: type, name_or_path: str, subfolder: str | None, hub: dict[str, Any]
+) -> OpenedModel | Path:
+    """What every rank finds there: a model whose headers are read, or the folder that `save_shards` wrote.
+
+    Raises on every rank where one of them fails, and `ConfigError` where they do not see the same.
+    """
+    found: OpenedModel | Path | None = None
+    failure: Exception | None = None
+    try:
+        found = saved_shards(name_or_path, subfolder)
+        if found is None:
+            location = resolve_source(name_or_path, subfolder=subfolder, **hub)
+            checkpoint = Checkpoint.open(location, variant=hub.get("variant"))
+            found = open_model(checkpoint, model_class=model_class)
+    except Exception as error:
+        failure = error
+    others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
+    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
+    if found is None:
+        raise AssertionError("a rank that opened nothing raised")
+    if ranks.degree > 1:
+        check_kinds(ranks, name_or_path, isinstance(found, Path))
+        if isinstance(found, OpenedModel):
+            check_files(ranks, found.checkpoint)
+    return found
 
 
 def refuse_options(options: dict[str, Any]) -> None:

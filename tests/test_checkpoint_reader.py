@@ -14,7 +14,7 @@ import torch
 from checkpoint_checks import SHAPES, full_tensors, rchar
 from safetensors.torch import save_file
 
-from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, memory, read_shards, reader
+from comfy_tp.core.checkpoint import Checkpoint, Piece, Wanted, memory, ranges, read_shards, reader
 from comfy_tp.core.checkpoint.memory import PAGE, Buffer, Staging
 from comfy_tp.core.errors import CheckpointError, PlanError
 from comfy_tp.core.tp.shard import ShardSpec
@@ -62,7 +62,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_the_shards_of_all_ranks_gather_to_the_stored_tensor(tmp_path, monkeypatch, seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    monkeypatch.setattr(reader, "CHUNK", rng.choice([16, 100, 1000, 8 << 20]))
+    monkeypatch.setattr(ranges, "CHUNK", rng.choice([16, 100, 1000, 8 << 20]))
     degree = rng.choice([1, 2, 3, 4])
     cases = {f"p{index}": random_case(rng, degree) for index in range(rng.randint(1, 9))}
     stored = list({f"file.{name}": case[1] for name, case in cases.items()}.items())
@@ -135,7 +135,7 @@ def test_small_neighbours_share_a_read(tmp_path):
 
 
 def test_progress_ends_at_the_total_and_is_not_called_too_often(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "CHUNK", 4096)
+    monkeypatch.setattr(ranges, "CHUNK", 4096)
     checkpoint = Checkpoint.open(save_model(tmp_path / "a.safetensors"))
     calls: list[tuple[int, int]] = []
     begin = time.perf_counter()
@@ -156,7 +156,7 @@ def test_progress_ends_at_the_total_and_is_not_called_too_often(tmp_path, monkey
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_cancel_stops_the_reading_and_leaves_nothing_open(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr(reader, "CHUNK", 65536)
+    monkeypatch.setattr(ranges, "CHUNK", 65536)
     checkpoint = Checkpoint.open(save_model(tmp_path / "a.safetensors"))
 
     class Stop(Exception):
@@ -188,7 +188,7 @@ def test_a_cancel_stops_the_reading_and_leaves_nothing_open(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(reader, "CHUNK", 65536)
+    monkeypatch.setattr(ranges, "CHUNK", 65536)
     path = save_model(tmp_path / "a.safetensors")
     checkpoint = Checkpoint.open(path)
     wanted = {name: Wanted(want.spec, want.pieces, dtype) for name, want in whole(list(SHAPES)).items()}
@@ -207,7 +207,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch, dt
 
 
 def test_a_strided_read_of_a_file_that_shrank_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "CHUNK", 4096)
+    monkeypatch.setattr(ranges, "CHUNK", 4096)
     save_file({"to_out.weight": torch.ones(64, 256)}, tmp_path / "a.safetensors")
     checkpoint = Checkpoint.open(tmp_path / "a.safetensors")
     wanted = {"to_out.weight": Wanted(ShardSpec.split((64, 256), 2, 1), (Piece("to_out.weight"),))}

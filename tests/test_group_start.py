@@ -16,8 +16,9 @@ import torch
 from group_processes import COMMANDS, SOON, command_line, still_running
 
 from comfy_tp.core.errors import ConfigError, RankError
-from comfy_tp.core.ranks.client import RankGroup, check_devices
+from comfy_tp.core.ranks.client import RankGroup
 from comfy_tp.core.ranks.commands import load_commands
+from comfy_tp.core.ranks.config import check_devices
 from comfy_tp.core.ranks.launcher import innermost_frame, without_async_allocator
 from comfy_tp.core.ranks.logs import KEPT, new_log_dir
 

@@ -494,7 +494,7 @@ def test_cancel_while_loading_leaves_nothing_loaded_and_the_next_load_works():
 
 SLOW_COMMANDS = """
 import time
-from comfy_tp.core.checkpoint import reader
+from comfy_tp.core.checkpoint import ranges, reader
 from comfy_tp.core.calls.commands import COMMANDS, describe_models
 
 read = reader._Reader.read
@@ -504,7 +504,7 @@ def slow(self, batch):
     return read(self, batch)
 
 reader._Reader.read = slow
-reader.CHUNK = 1 << 16
+ranges.CHUNK = 1 << 16
 """
 
 

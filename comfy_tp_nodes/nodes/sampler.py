@@ -37,57 +37,7 @@ class TPSampler(io.ComfyNode):
             description=DESCRIPTION,
             search_aliases=["tensor parallel", "multi gpu", "ksampler", "flux2", "sample"],
             inputs=[
-                io.Model.Input("model", tooltip="The model from a Load TP Model node."),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
-                    tooltip="The random seed of the noise. The same seed gives the same noise as in KSampler.",
-                ),
-                io.Int.Input(
-                    "steps",
-                    default=20,
-                    min=1,
-                    max=10000,
-                    tooltip="How many steps the noise is removed in. Not used when sigmas is connected.",
-                ),
-                io.Float.Input(
-                    "cfg",
-                    default=1.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="Classifier-free guidance. At 1 the negative is not used, and a step takes half the time. "
-                    "FLUX.2-dev and the distilled klein models want 1, klein base models about 5.",
-                ),
-                io.Combo.Input(
-                    "sampler_name",
-                    options=comfy.samplers.KSampler.SAMPLERS,
-                    default="euler",
-                    tooltip=f"The ranks run these themselves: {', '.join(SAMPLERS)}. The others give the same "
-                    "result as in KSampler too, with one trip to the ranks per model call.",
-                ),
-                io.Combo.Input(
-                    "scheduler",
-                    options=comfy.samplers.KSampler.SCHEDULERS,
-                    default="simple",
-                    tooltip="How the noise is spread over the steps. Not used when sigmas is connected.",
-                ),
-                io.Conditioning.Input("positive", tooltip="What the image should show."),
-                io.Conditioning.Input("negative", tooltip="What it should not show. Not used when cfg is 1."),
-                io.Latent.Input("latent_image", tooltip="The latent to denoise."),
-                io.Float.Input(
-                    "denoise",
-                    default=1.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="How much of the latent is replaced: lower values keep more of it. Not used when sigmas "
-                    "is connected.",
-                ),
+                *ksampler_inputs(),
                 io.Sigmas.Input(
                     "sigmas",
                     optional=True,
@@ -145,6 +95,63 @@ class TPSampler(io.ComfyNode):
         if model.sharded.loaded:
             list_as_loaded([model, *model.get_additional_models_with_key(STUBS)])
         return io.NodeOutput({**latent_image, "samples": result})
+
+
+def ksampler_inputs() -> list[io.Input]:
+    """KSampler's inputs, in its order."""
+    return [
+        io.Model.Input("model", tooltip="The model from a Load TP Model node."),
+        io.Int.Input(
+            "seed",
+            default=0,
+            min=0,
+            max=0xFFFFFFFFFFFFFFFF,
+            control_after_generate=True,
+            tooltip="The random seed of the noise. The same seed gives the same noise as in KSampler.",
+        ),
+        io.Int.Input(
+            "steps",
+            default=20,
+            min=1,
+            max=10000,
+            tooltip="How many steps the noise is removed in. Not used when sigmas is connected.",
+        ),
+        io.Float.Input(
+            "cfg",
+            default=1.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="Classifier-free guidance. At 1 the negative is not used, and a step takes half the time. "
+            "FLUX.2-dev and the distilled klein models want 1, klein base models about 5.",
+        ),
+        io.Combo.Input(
+            "sampler_name",
+            options=comfy.samplers.KSampler.SAMPLERS,
+            default="euler",
+            tooltip=f"The ranks run these themselves: {', '.join(SAMPLERS)}. The others give the same "
+            "result as in KSampler too, with one trip to the ranks per model call.",
+        ),
+        io.Combo.Input(
+            "scheduler",
+            options=comfy.samplers.KSampler.SCHEDULERS,
+            default="simple",
+            tooltip="How the noise is spread over the steps. Not used when sigmas is connected.",
+        ),
+        io.Conditioning.Input("positive", tooltip="What the image should show."),
+        io.Conditioning.Input("negative", tooltip="What it should not show. Not used when cfg is 1."),
+        io.Latent.Input("latent_image", tooltip="The latent to denoise."),
+        io.Float.Input(
+            "denoise",
+            default=1.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="How much of the latent is replaced: lower values keep more of it. Not used when sigmas "
+            "is connected.",
+        ),
+    ]
 
 
 def check_model(model: Any) -> None:

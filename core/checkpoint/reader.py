@@ -1,8 +1,8 @@
 """Reads one rank's shards from a checkpoint by positioned reads of exactly the bytes it needs.
 
-Where the bytes lie follows from `ShardSpec.runs` and the file layout's pieces. On the CPU they are read straight into
-the final tensors; for another device or dtype they pass through a small ring of staging buffers. Replicated tensors
-are read by one rank each and broadcast, so the ranks together read the file once.
+`ranges` says which bytes those are. On the CPU they are read straight into the final tensors; for another device or
+dtype they pass through a small ring of staging buffers. Replicated tensors are read by one rank each and broadcast, so
+the ranks together read the file once.
 """
 
 from __future__ import annotations
@@ -13,28 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError
 from ..tp.shard import ShardSpec
+from . import ranges
 from .broadcast import broadcast_tensors, owners, raise_together
 from .files import Checkpoint
-from .header import TensorEntry
 from .layout import Piece, Wanted
 from .memory import PAGE, SHIFT, Staging, allocate, byte_view, copies_slowly
+from .ranges import Fill, batches, check_wanted, chunks, fills_of
 
-# Bytes per read call: large enough that a call costs nothing beside its copy, small enough that a cancel takes effect
-# at once and the staging ring stays small. Staging buffers are a page longer, so that a read can be moved in them.
-CHUNK = (8 << 20) - PAGE
 # Tensors and reads of fewer bytes take no time worth a look at where they lie.
 LARGE = 1 << 20
 ROWS_LOOKED_AT = 64
-# Reads that lie at most this far apart become one call, as long as what is read in vain stays below 1/1000.
-GAP = 4096
-OVER_READ = 1000
-VECTORS = 256
 # Strided reads look random to the kernel, which then reads ahead too little: from a cold disk they take twice as long
 # unless it is told how far to go.
 AHEAD = 32 << 20
@@ -52,48 +45,6 @@ class ReadReport:
     calls: int
     threads: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Bytes of one file tensor that fill a contiguous range of one parameter's local tensor.
-
-    `rows` rows of the file, `pitch` bytes apart from byte `offset` on; of each the `runs` (offset in the row, length).
-    `start` is where they go, in bytes of the local tensor in the stored dtype.
-    """
-
-    parameter: str
-    tensor: str
-    path: str
-    offset: int
-    rows: int
-    pitch: int
-    runs: tuple[tuple[int, int], ...]
-    start: int
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(length for _, length in self.runs)
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def begin(self) -> int:
-        """The file offset of the first byte."""
-        return self.offset + self.runs[0][0]
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the bytes are one stretch of the file."""
-        return self.rows == 1 and len(self.runs) == 1
-
-    @property
-    def end(self) -> int:
-        """The file offset after the last byte."""
-        offset, length = self.runs[-1]
-        return self.offset + (self.rows - 1) * self.pitch + offset + length
 
 
 def read_shards(
@@ -128,7 +79,7 @@ def read_shards(
     with torch.inference_mode(False), torch.no_grad():
         try:
             for name, want in wanted.items():
-                _check_wanted(checkpoint, name, want, degree)
+                check_wanted(checkpoint, name, want, degree)
             fills = [
                 fill
                 for name, want in wanted.items()
@@ -171,79 +122,6 @@ def read_whole(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return read_shards(checkpoint, wanted, rank=0, degree=1)[0]
 
 
-def fills_of(checkpoint: Checkpoint, name: str, want: Wanted, rank: int) -> Iterator[Fill]:
-    """The byte ranges of the checkpoint that make up `rank`'s part of parameter `name`, in local order per piece."""
-    runs = want.spec.runs(rank)
-    first = 0
-    for piece in want.pieces:
-        entry = checkpoint.entries[piece.tensor]
-        size = entry.torch_dtype.itemsize
-        skipped, elements = _extent(entry, piece)
-        base = entry.start + skipped * size
-        if runs.rows == 1:
-            local = 0
-            for offset, length in runs.stretches:
-                begin = max(offset, first)
-                count = min(offset + length, first + elements) - begin
-                if count > 0:
-                    yield Fill(
-                        name,
-                        entry.name,
-                        entry.path,
-                        base + (begin - first) * size,
-                        1,
-                        0,
-                        ((0, count * size),),
-                        (local + begin - offset) * size,
-                    )
-                local += length
-        elif elements:
-            yield Fill(
-                name,
-                entry.name,
-                entry.path,
-                base,
-                elements // runs.pitch,
-                runs.pitch * size,
-                tuple((offset * size, length * size) for offset, length in runs.stretches),
-                first // runs.pitch * runs.length * size,
-            )
-        first += elements
-
-
-def _extent(entry: TensorEntry, piece: Piece) -> tuple[int, int]:
-    """Elements of the file tensor before the piece, and in it."""
-    if piece.start is None or piece.stop is None:
-        return 0, prod(entry.shape)
-    row = prod(entry.shape[1:])
-    return piece.start * row, (piece.stop - piece.start) * row
-
-
-def _check_wanted(checkpoint: Checkpoint, name: str, want: Wanted, degree: int) -> None:
-    if want.spec.degree != degree:
-        raise PlanError(f"'{name}' is laid out for {want.spec.degree} ranks, but {degree} are reading.")
-    held = 0
-    dtypes = set()
-    for piece in want.pieces:
-        entry = checkpoint.entries.get(piece.tensor)
-        if entry is None:
-            raise CheckpointError(f"{checkpoint.path} has no tensor '{piece.tensor}', which '{name}' needs.")
-        if piece.start is not None and piece.stop is not None:
-            rows = entry.shape[0] if entry.shape else 0
-            if not 0 <= piece.start <= piece.stop <= rows:
-                raise CheckpointError(
-                    f"{entry.path}: tensor '{entry.name}' has {rows} rows, but '{name}' needs rows [{piece.start}, "
-                    f"{piece.stop}). The file does not belong to this model."
-                )
-        held += _extent(entry, piece)[1]
-        dtypes.add(entry.torch_dtype)
-    if held != prod(want.spec.shape) or len(dtypes) != 1:
-        raise CheckpointError(
-            f"{checkpoint.path}: '{name}' of shape {list(want.spec.shape)} needs {prod(want.spec.shape)} elements of "
-            f"one dtype, but its tensors hold {held} of {len(dtypes)} dtypes. The file does not belong to this model."
-        )
-
-
 def _move_from_slow_places(
     checkpoint: Checkpoint, fills: Sequence[Fill], tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -281,54 +159,6 @@ def _shift(part: Fill, address: int) -> int:
     return (
         min(0, SHIFT, key=lambda shift: _slow_bytes([part], address + shift)) if part.nbytes >= LARGE else 0
     )
-
-
-def _batches(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
-    """Fills in file order, cut into chunks; small neighbours share one read call."""
-    batch: list[Fill] = []
-    wasted = total = 0
-    for fill in sorted(
-        (chunk for fill in fills for chunk in _chunks(fill)), key=lambda fill: (fill.path, fill.begin)
-    ):
-        total += fill.nbytes
-        if batch:
-            gap = fill.begin - batch[-1].end
-            joins = (
-                fill.is_contiguous
-                and batch[-1].is_contiguous
-                and fill.path == batch[-1].path
-                and 0 <= gap <= GAP
-                and (wasted + gap) * OVER_READ <= total
-                and fill.end - batch[0].begin <= CHUNK
-                and len(batch) < VECTORS
-            )
-            if joins:
-                wasted += gap
-                batch.append(fill)
-                continue
-            yield tuple(batch)
-        batch = [fill]
-    if batch:
-        yield tuple(batch)
-
-
-def _chunks(fill: Fill) -> Iterator[Fill]:
-    """`fill` in parts of at most CHUNK bytes (at least one row of a strided one)."""
-    if fill.is_contiguous:
-        offset, length = fill.runs[0]
-        for begin in range(0, length, CHUNK):
-            size = min(CHUNK, length - begin)
-            start = fill.start + begin
-            yield replace(fill, offset=fill.offset + offset + begin, runs=((0, size),), start=start)
-        return
-    rows = max(1, CHUNK // fill.row_bytes)
-    for row in range(0, fill.rows, rows):
-        yield replace(
-            fill,
-            offset=fill.offset + row * fill.pitch,
-            rows=min(rows, fill.rows - row),
-            start=fill.start + row * fill.row_bytes,
-        )
 
 
 class _Counts:
@@ -378,10 +208,10 @@ def _read_all(
             cancelled()
         try:
             if threads == 1:
-                for batch in _batches(fills):
+                for batch in batches(fills):
                     advance(reader.read(batch))
             else:
-                _in_threads(reader, _batches(fills), threads, advance, cancelled)
+                _in_threads(reader, batches(fills), threads, advance, cancelled)
         finally:
             # After an error too: a copy still under way must not land in memory that was given to someone else.
             reader.finish()
@@ -472,8 +302,8 @@ class _Reader:
         }
         # Made in the calling thread, whose current stream the tensors were allocated on.
         staged = any(not self._goes_direct(fill) for fill in fills)
-        self._staging = Staging(device, CHUNK + PAGE, threads) if staged else None
-        self._scratch = memoryview(bytearray(GAP))
+        self._staging = Staging(device, ranges.CHUNK + PAGE, threads) if staged else None
+        self._scratch = memoryview(bytearray(ranges.GAP))
         self._announced = dict.fromkeys(descriptors.values(), 0)
 
     def read(self, batch: tuple[Fill, ...]) -> int:
@@ -500,7 +330,7 @@ class _Reader:
         if self._staging is None:
             raise RuntimeError("a batch that was not announced needs staging")
         for fill in batch:
-            for part in _chunks(fill):
+            for part in chunks(fill):
                 with self._staging.buffer(part.nbytes + SHIFT) as buffer:
                     self._fill((part,), [buffer.view(part.nbytes, _shift(part, buffer.address))])
                     dtype = self._entries[part.tensor].torch_dtype

@@ -131,10 +131,7 @@ def generate(
 ) -> dict[str, Any]:
     """What every rank does. Without `store` the process group comes from torchrun's environment."""
     import torch
-    from diffusers import DiffusionPipeline
     from torch import distributed as dist
-
-    from .. import Flux2Transformer2DModel, TensorParallelConfig
 
     on_gpu = settings["device"] == "cuda"
     local_rank = int(os.environ.get("LOCAL_RANK", max(rank, 0)))
@@ -144,26 +141,8 @@ def generate(
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        dtype = getattr(torch, settings["dtype"])
         begin = time.perf_counter()
-        transformer = Flux2Transformer2DModel.from_pretrained(
-            settings["model"],
-            subfolder="transformer",
-            dtype=dtype,
-            parallel_config=TensorParallelConfig(tp_degree=world_size),
-        )
-        try:
-            pipeline = DiffusionPipeline.from_pretrained(
-                settings["model"], transformer=transformer, torch_dtype=dtype, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{settings['model']}: the parts beside the transformer cannot be loaded "
-                f"({' '.join(str(error).split())[:300]}). Download the whole pipeline folder again."
-            ) from error
-        # The transformer is on its device; moving the pipeline as a whole would be refused by its shards.
-        pipeline.text_encoder.to(device)
-        pipeline.vae.to(device)
+        pipeline = load_pipeline(settings["model"], getattr(torch, settings["dtype"]), device, world_size)
         loaded = time.perf_counter()
         pipeline.set_progress_bar_config(disable=rank != 0)
         picture = pipeline(
@@ -187,6 +166,30 @@ def generate(
         }
     finally:
         dist.destroy_process_group()
+
+
+def load_pipeline(source: str, dtype: Any, device: Any, degree: int) -> Any:
+    """The pipeline of `source` on `device`, its transformer in shards."""
+    from diffusers import DiffusionPipeline
+
+    from .. import Flux2Transformer2DModel, TensorParallelConfig
+
+    transformer = Flux2Transformer2DModel.from_pretrained(
+        source, subfolder="transformer", dtype=dtype, parallel_config=TensorParallelConfig(tp_degree=degree)
+    )
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            source, transformer=transformer, torch_dtype=dtype, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{source}: the parts beside the transformer cannot be loaded "
+            f"({' '.join(str(error).split())[:300]}). Download the whole pipeline folder again."
+        ) from error
+    # The transformer is on its device; moving the pipeline as a whole would be refused by its shards.
+    pipeline.text_encoder.to(device)
+    pipeline.vae.to(device)
+    return pipeline
 
 
 def _rank(settings: str, work: str, rank: int, degree: int) -> None:

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, RankError
+from ..errors import RankError
 from . import channel as wire
+from .config import GroupConfig
 from .failure import rebuild
 from .line import Clock, Line
 from .local import LocalLine
-from .logs import LAUNCHER_LOG, make_log_dir, new_log_dir, open_log, rank_log
+from .logs import logs_for
 from .machines.remote import TIMEOUT, RemoteLine
 
 Event = Callable[[dict, list[torch.Tensor]], None]
@@ -42,41 +41,6 @@ class Reply:
 
     header: dict[str, Any]
     tensors: list[torch.Tensor] = field(default_factory=list)
-
-
-def check_devices(devices: Sequence[str], backend: str | None) -> tuple[list[str], str]:
-    """Device names with their indices, and the backend of the model's collectives.
-
-    Raises ConfigError for an unusable name, a mixture of kinds, or a device used twice with nccl.
-    """
-    if isinstance(devices, str) or not devices:
-        raise ConfigError(
-            f"devices must be a list with one name per rank, like ['cuda:0', 'cuda:1'], not {devices!r}"
-        )
-    names = []
-    for name in devices:
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError):
-            raise ConfigError(f"{name!r} is no device; ranks run on devices like 'cuda:0' or 'cpu'") from None
-        if device.type not in ("cuda", "cpu"):
-            raise ConfigError(f"device {name!r}: ranks run on cuda or cpu devices, not on {device.type}")
-        names.append("cpu" if device.type == "cpu" else f"cuda:{device.index or 0}")
-    kinds = {name.split(":")[0] for name in names}
-    if len(kinds) > 1:
-        raise ConfigError(f"the devices {', '.join(names)} are of different kinds; take all cuda or all cpu")
-    cuda = kinds == {"cuda"}
-    backend = backend or ("nccl" if cuda else "gloo")
-    if backend not in ("nccl", "gloo"):
-        raise ConfigError(f"backend {backend!r} is neither 'nccl' nor 'gloo'")
-    if backend == "nccl" and not cuda:
-        raise ConfigError("backend 'nccl' needs cuda devices; choose 'gloo' for the CPU")
-    if backend == "nccl" and len(set(names)) < len(names):
-        raise ConfigError(
-            f"the devices {', '.join(names)} name one twice, which nccl cannot do; "
-            "choose different devices, or backend 'gloo'"
-        )
-    return names, backend
 
 
 class RankGroup:
@@ -125,34 +89,19 @@ class RankGroup:
         Raises ConfigError for devices that cannot be used or logs that cannot be written, and RankError with the
         reason where a rank does not start; then nothing is left running.
         """
-        names, backend = check_devices(devices, backend)
-        source, colon, table = commands.rpartition(":")
-        if source.endswith(".py"):
-            commands = f"{Path(source).absolute()}{colon}{table}"
-        if heartbeat_timeout is None:
-            heartbeat_timeout = min(step_timeout, 60.0)
-        cuda = names[0].startswith("cuda")
-        if fork and cuda:
-            raise ConfigError("fork=True: ranks on CUDA devices cannot be forked; leave fork out")
-        folder = new_log_dir() if log_dir is None else make_log_dir(Path(log_dir))
-        for name in (LAUNCHER_LOG, *map(rank_log, range(len(names)))):
-            open_log(folder / name).close()
-        line = LocalLine(
-            {
-                "devices": names,
-                "backend": backend,
-                "fork": not cuda and sys.platform == "linux" if fork is None else fork,
-                "commands": commands,
-                "step_timeout": step_timeout,
-                "heartbeat_timeout": heartbeat_timeout,
-                "heartbeat": min(0.5, heartbeat_timeout / 8),
-                "error_grace": error_grace,
-                "collective_timeout": collective_timeout,
-                "keepalive": min(keepalive, collective_timeout / 2),
-                "log_dir": str(folder.absolute()),
-                "env": dict(env or {}),
-            }
+        config = GroupConfig.of(
+            devices,
+            backend=backend,
+            commands=commands,
+            fork=fork,
+            env=env,
+            step_timeout=step_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            error_grace=error_grace,
+            collective_timeout=collective_timeout,
+            keepalive=keepalive,
         )
+        line = LocalLine(replace(config, log_dir=str(logs_for(len(config.devices), log_dir))))
         try:
             line.start(time.monotonic() + start_timeout, poll)
         except BaseException:

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TextIO
 
 from ..claims import Claim, abandoned
 from . import heartbeat
+from .config import GroupConfig
 from .failure import ENDS, recorded
 from .heartbeat import HeartbeatFile
 from .logs import RUNNING, rank_log, tail
@@ -80,16 +81,16 @@ def private_folder() -> Claim:
     raise OSError(f"no writable temporary folder with a short path among {', '.join(filter(None, bases))}")
 
 
-def rank_environment(config: dict[str, Any], degree: int) -> dict[str, str]:
+def rank_environment(config: GroupConfig) -> dict[str, str]:
     """What all ranks get beside the inherited environment."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    if degree > 1 and config["devices"][0].startswith("cpu"):
+    if len(config.devices) > 1 and config.devices[0].startswith("cpu"):
         added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if name in os.environ:
             added[name] = without_async_allocator(os.environ[name])
-    added.update(config["env"])
+    added.update(config.env)
     return added
 
 
@@ -102,9 +103,9 @@ def without_async_allocator(settings: str) -> str:
 class Launcher:
     """One group's processes, from the configuration to the removal of the folder."""
 
-    def __init__(self, config: dict[str, Any], claim: Claim, speak: TextIO):
+    def __init__(self, config: GroupConfig, claim: Claim, speak: TextIO):
         self.config = config
-        self.devices: list[str] = config["devices"]
+        self.devices = config.devices
         self.degree = len(self.devices)
         self._claim = claim
         self.folder = folder = claim.path
@@ -115,9 +116,9 @@ class Launcher:
         self.watchdog = Watchdog(
             self.signs,
             self.devices,
-            step_timeout=config["step_timeout"],
-            heartbeat_timeout=config["heartbeat_timeout"],
-            error_grace=config["error_grace"],
+            step_timeout=config.step_timeout,
+            heartbeat_timeout=config.heartbeat_timeout,
+            error_grace=config.error_grace,
             places=self._places,
             state_of=self._process_state,
         )
@@ -154,15 +155,14 @@ class Launcher:
             return
 
     def _start(self, attempt: int, extra: dict[str, str]) -> None:
-        self._write_private("token", self.config["token"])
-        public = {key: value for key, value in self.config.items() if key not in ("token", "env")}
-        self._write_private("config.json", json.dumps({**public, "attempt": attempt}))
-        common = {**rank_environment(self.config, self.degree), **extra}
+        self._write_private("token", self.config.token)
+        self._write_private("config.json", self.config.public(attempt).written())
+        common = {**rank_environment(self.config), **extra}
         for slot in range(1, self.degree + 1):
             self.signs.put(slot, heartbeat.HEARTBEAT, 0.0)
             self.signs.put(slot, heartbeat.STATE, heartbeat.STARTING)
             (self.folder / f"error-{slot - 1}.json").unlink(missing_ok=True)
-        fork = self.config["fork"]
+        fork = self.config.fork
         if fork:
             # Read by the libraries when they are imported.
             os.environ.update(common)
@@ -189,7 +189,7 @@ class Launcher:
             self._pidfds = []
 
     def _log_of(self, rank: int) -> Path:
-        return Path(self.config["log_dir"]) / rank_log(rank)
+        return Path(self.config.log_dir) / rank_log(rank)
 
     def _import(self) -> None:
         """Import what the ranks need, once for all of them."""
@@ -199,7 +199,7 @@ class Launcher:
             from .commands import prepare_commands
 
             try:
-                prepare_commands(self.config["commands"])
+                prepare_commands(self.config.commands)
             except Exception:
                 log.exception("the commands cannot be imported; the ranks will say why")
         # What is there by now never becomes garbage: the ranks' collectors leave the shared pages alone.
@@ -348,7 +348,7 @@ class Launcher:
         """Kill what runs, and remove the folder and the mark of a running group."""
         self._kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-        (Path(self.config["log_dir"]) / RUNNING).unlink(missing_ok=True)
+        (Path(self.config.log_dir) / RUNNING).unlink(missing_ok=True)
 
 
 def innermost_frame(stacks: str) -> str:
@@ -378,13 +378,13 @@ def main() -> NoReturn:
     line = read_line(0, CONFIG_LIMIT, CONFIG_TIMEOUT)
     if not line:
         os._exit(1)
-    config = json.loads(line)
+    config = GroupConfig.read(line)
     claim = private_folder()
     launcher = None
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
-        (Path(config["log_dir"]) / RUNNING).write_text(str(os.getpid()))
+        (Path(config.log_dir) / RUNNING).write_text(str(os.getpid()))
         launcher = Launcher(config, claim, speak)
         launcher.tell("folder", path=str(claim.path))
         launcher.run()

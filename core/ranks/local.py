@@ -14,12 +14,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RankError
 from . import heartbeat
 from .channel import ChannelError
+from .config import GroupConfig
 from .failure import rebuild
 from .heartbeat import HeartbeatFile
 from .line import POLL, Clock, Line
@@ -36,17 +38,16 @@ NEXT_RUN = " The rank group was ended; the next run starts a new one."
 
 
 class LocalLine(Line):
-    """A line to a group whose launcher is a child of this process. `config`: as the launcher reads it."""
+    """A line to a group whose launcher is a child of this process."""
 
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config["devices"], config["log_dir"])
-        self._config = config
-        self._token = secrets.token_hex(32)
+    def __init__(self, config: GroupConfig):
+        super().__init__(config.devices, config.log_dir)
+        self._config = replace(config, token=secrets.token_hex(32))
         self._folder: Path | None = None
         self._signs: HeartbeatFile | None = None
-        with open_log(Path(config["log_dir"]) / LAUNCHER_LOG) as errors:
+        with open_log(Path(config.log_dir) / LAUNCHER_LOG) as errors:
             self._process = subprocess.Popen(
-                python("comfy_tp launcher", config["log_dir"]),
+                python("comfy_tp launcher", config.log_dir),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -58,8 +59,7 @@ class LocalLine(Line):
     def start(self, deadline: float, poll: Callable[[], None] | None) -> None:
         """Let the launcher start the ranks, and connect to them before the `deadline`."""
         try:
-            configuration = json.dumps({**self._config, "token": self._token}).encode()
-            cast(Any, self._process.stdin).write(configuration + b"\n")
+            cast(Any, self._process.stdin).write(self._config.written().encode() + b"\n")
         except OSError:
             log.debug("the launcher ended at once; its listener tells why")
         clock = Clock("start", poll)
@@ -70,7 +70,7 @@ class LocalLine(Line):
             if self._folder is not None and (self._folder / "socket").exists():
                 dial = functools.partial(call_unix, str(self._folder / "socket"))
                 try:
-                    channel, _ = self.call(dial, self._token, CONNECT_TIMEOUT)
+                    channel, _ = self.call(dial, self._config.token, CONNECT_TIMEOUT)
                     return self.open(channel)
                 except (OSError, ChannelError) as error:
                     log.debug("not connected yet: %s", error)
@@ -97,7 +97,7 @@ class LocalLine(Line):
         if self._signs is None:
             return None
         silent = time.monotonic() - self._signs.get(0, heartbeat.HEARTBEAT)
-        limit = heartbeat.silence_limit(self._config["heartbeat_timeout"], cancelled=self._cancelled)
+        limit = heartbeat.silence_limit(self._config.heartbeat_timeout, cancelled=self._cancelled)
         if silent <= limit + 2.0:
             return None
         return self.error(f"The launcher of the ranks has not moved for {silent:.0f} s.")

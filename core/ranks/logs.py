@@ -63,6 +63,14 @@ def new_log_dir(*, running: bool = False) -> Path:
     return path
 
 
+def logs_for(degree: int, folder: str | os.PathLike[str] | None) -> Path:
+    """The folder of a group's logs, `folder` or a new one, in which every log can be written; errors as above."""
+    made = (new_log_dir() if folder is None else make_log_dir(Path(folder))).absolute()
+    for name in (LAUNCHER_LOG, *map(rank_log, range(degree))):
+        open_log(made / name).close()
+    return made
+
+
 def rank_log(rank: int) -> str:
     """The name of a rank's log in the group's folder."""
     return f"rank-{rank}.log"

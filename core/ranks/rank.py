@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import select
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from .arena import Arena
 from .commands import load_commands
+from .config import GroupConfig
 from .context import RankContext
 from .failure import ENDS, describe, record
 from .heartbeat import EXIT_PEER_LOST, HeartbeatFile, RankHeartbeat
@@ -128,29 +128,29 @@ def end_process(error: BaseException, tell: Callable[[], None]) -> NoReturn:
 
 
 def _serve(folder: Path, rank: int) -> NoReturn:
-    config = json.loads((folder / "config.json").read_text())
-    devices = config["devices"]
+    config = GroupConfig.read((folder / "config.json").read_text())
+    devices = config.devices
     degree = len(devices)
     token = ""
     if rank == 0:
         token = (folder / "token").read_text()
         (folder / "token").unlink()
-    heartbeat = RankHeartbeat(HeartbeatFile(folder / "heartbeats", degree), rank, config["heartbeat"])
+    heartbeat = RankHeartbeat(HeartbeatFile(folder / "heartbeats", degree), rank, config.beat)
     heartbeat.start()
     heartbeat.progress("loading its commands")
-    commands = load_commands(config["commands"])
+    commands = load_commands(config.commands)
     device = open_device(devices[rank], rank)
     heartbeat.progress("joining the group")
-    store = dist.FileStore(str(folder / f"store-{config['attempt']}"), degree)
+    store = dist.FileStore(str(folder / f"store-{config.attempt}"), degree)
     data, control = join_group(
-        device, config["backend"], config["collective_timeout"], store=store, rank=rank, world_size=degree
+        device, config.backend, config.collective_timeout, store=store, rank=rank, world_size=degree
     )
     heartbeat.progress("testing the collectives")
     run_self_test(data, rank, degree, device, failed=lambda error: _end(folder, rank, error))
     context = RankContext(rank, degree, device, data, control, heartbeat)
     port = None
     if rank == 0:
-        description = {"devices": devices, "backend": config["backend"], "pid": os.getpid()}
+        description = {"devices": devices, "backend": config.backend, "pid": os.getpid()}
         port = ClientPort(unix_listener(folder / "socket"), token, description)
     heartbeat.progress("ready")
     heartbeat.slowest = 0.0
@@ -158,8 +158,8 @@ def _serve(folder: Path, rank: int) -> NoReturn:
         context,
         commands,
         port,
-        keepalive=config["keepalive"],
-        error_grace=config["error_grace"],
+        keepalive=config.keepalive,
+        error_grace=config.error_grace,
         note_failure=lambda error: record(folder, rank, error),
         arena=Arena(folder),
     )

@@ -4,10 +4,11 @@ Nothing of ComfyUI is imported here.
 """
 
 from .choose import comfyui_path, newest_path
+from .client import ComfyUIError, ExecutionFailed, ExecutionInterrupted, PromptRefused
 from .command import add_arguments, run
 from .environment import comfyui_python
 from .events import EventStream, Preview
-from .server import ComfyServer, ComfyUIError, ExecutionFailed, ExecutionInterrupted, PromptRefused
+from .server import ComfyServer
 from .tree import printed
 
 __all__ = [

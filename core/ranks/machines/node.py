@@ -14,6 +14,7 @@ others of its machine.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import signal
@@ -21,14 +22,17 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ...errors import ConfigError, RankError
 from .. import channel as wire
 from ..commands import load_commands
+from ..config import Limits
 from ..context import RankContext
 from ..failure import describe
 from ..heartbeat import BUSY, EXIT_PEER_LOST, FAILED, RankHeartbeat
@@ -99,11 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         sys.exit("comfy_tp.core.ranks.machines.node runs under torchrun; see --help and the documentation")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank = int(os.environ["RANK"])
+    member = Member.here()
     try:
-        _serve(options, rank)
+        _serve(options, member)
     except BaseException as error:
-        _end(error, rank)
+        _end(error, member.rank)
 
 
 def _end(error: BaseException, rank: int) -> NoReturn:
@@ -124,35 +128,108 @@ def log_to(folder: Path, rank: int) -> None:
     logging.captureWarnings(True)
 
 
-def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
-    degree = int(os.environ["WORLD_SIZE"])
-    machine = os.environ.get("GROUP_RANK", "0")
-    leads = os.environ.get("LOCAL_RANK", "0") == "0"
-    if leads:
-        folder = new_log_dir(running=True)
-        log_to(folder, rank)
+@dataclass(frozen=True)
+class Member:
+    """This process among those of torchrun: its rank of how many, its machine, and its number there."""
+
+    rank: int
+    degree: int
+    machine: str
+    local_rank: int
+
+    @classmethod
+    def here(cls) -> Member:
+        """As torchrun's environment says."""
+        said = os.environ
+        machine, local_rank = said.get("GROUP_RANK", "0"), int(said.get("LOCAL_RANK", "0"))
+        return cls(int(said["RANK"]), int(said["WORLD_SIZE"]), machine, local_rank)
+
+    def store(self) -> dist.Store:
+        """A connection of its own to torchrun's store."""
+        return next(dist.rendezvous("env://", self.rank, self.degree))[0]
+
+    def logs(self, own: Path | None, store: dist.Store) -> Path:
+        """The folder that the ranks of a machine share: the first of them has made it, and tells the others."""
+        folders = dist.PrefixStore("comfy_tp/logs", store)
+        if own is not None:
+            folders.set(self.machine, str(own))
+            return own
+        folder = Path(folders.get(self.machine).decode())
+        log_to(folder, self.rank)
+        return folder
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """The limits of the command line."""
+    return Limits(
+        step_timeout=options.step_timeout,
+        heartbeat_timeout=options.heartbeat_timeout,
+        error_grace=options.error_grace,
+        collective_timeout=options.collective_timeout,
+        keepalive=min(options.keepalive, options.collective_timeout / 2),
+    )
+
+
+def _serve(options: argparse.Namespace, member: Member) -> NoReturn:
+    rank, limits = member.rank, limits_of(options)
+    own_logs = None
+    if member.local_rank == 0:
+        own_logs = new_log_dir(running=True)
+        log_to(own_logs, rank)
     heartbeat = RankHeartbeat(None, rank, 1.0)
     commands = load_commands(options.commands)
-    name = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    device = open_device(name, rank)
-    backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
-    listener = None
-    if rank == 0:
-        make_token(options.token_file)
-        token = read_token(options.token_file)
-        listener = tcp_listener(options.listen)
-    store, _, _ = next(dist.rendezvous("env://", rank, degree))
-    life_store, _, _ = next(dist.rendezvous("env://", rank, degree))
-    # The ranks of a machine share a folder, which the first of them has made.
-    folders = dist.PrefixStore("comfy_tp/logs", store)
-    if leads:
-        folders.set(machine, str(folder))
-    else:
-        folder = Path(folders.get(machine).decode())
-        log_to(folder, rank)
+    device = open_device("cpu" if options.device == "cpu" else f"cuda:{member.local_rank}", rank)
+    door = _door(options) if rank == 0 else None
+    store, life_store = member.store(), member.store()
+    logs = member.logs(own_logs, store)
+    context = _join(options, member, device, heartbeat, store, logs)
+    devices, all_logs = zip(*context.gather([context.name, context.logs]), strict=True)
+    port = _port(door, options, context, devices) if door is not None else None
+    heartbeat.slowest = 0.0
+    signs = StoreHeartbeat(dist.PrefixStore("comfy_tp/life", life_store), heartbeat, rank, devices, limits)
+    loop = CommandLoop(
+        context,
+        commands,
+        port,
+        keepalive=limits.keepalive,
+        error_grace=limits.error_grace,
+        note_failure=lambda error: setattr(signs, "raised", error),
+    )
+    signs.start(functools.partial(_blame, loop, all_logs), Guard(limits.heartbeat_timeout + GUARD_LATER))
+    # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.
+    signal.set_wakeup_fd(signs.bell.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if port is not None:
+        port.start(on_cancel=loop.cancel)
+        log.info("%d ranks await their client on %s", member.degree, options.listen)
+    log.info("logs: %s", context.logs)
+    _run(loop, signs)
+
+
+def _door(options: argparse.Namespace) -> tuple[socket.socket, str]:
+    """Where rank 0 awaits its client, and the secret that it asks for."""
+    make_token(options.token_file)
+    token = read_token(options.token_file)
+    return tcp_listener(options.listen), token
+
+
+def _backend(options: argparse.Namespace) -> str:
+    return options.backend or ("nccl" if options.device == "cuda" else "gloo")
+
+
+def _join(
+    options: argparse.Namespace,
+    member: Member,
+    device: torch.device,
+    heartbeat: RankHeartbeat,
+    store: dist.Store,
+    logs: Path,
+) -> RankContext:
+    """Join the other ranks, and see that the collectives work."""
+    rank, degree = member.rank, member.degree
     data, control = join_group(
         device,
-        backend,
+        _backend(options),
         options.collective_timeout,
         store=dist.PrefixStore("comfy_tp/group", store),
         rank=rank,
@@ -160,62 +237,42 @@ def _serve(options: argparse.Namespace, rank: int) -> NoReturn:
     )
     run_self_test(data, rank, degree, device, failed=lambda error: _end(error, rank))
     host = socket.gethostname()
-    context = RankContext(
-        rank,
-        degree,
-        device,
-        data,
-        control,
-        heartbeat,
-        name=f"{name}@{host}",
-        logs=f"{host}:{folder}"[:LOGS_LIMIT],
-    )
-    devices, logs = zip(*context.gather([context.name, context.logs]), strict=True)
-    port = None
-    if listener is not None:
-        description = {
-            "devices": devices,
-            "backend": backend,
-            "beat": min(wire.BEAT_PERIOD, options.heartbeat_timeout / 8),
-            "heartbeat_timeout": options.heartbeat_timeout,
-            "logs": context.logs,
-        }
-        port = ClientPort(listener, token, description)
-    heartbeat.slowest = 0.0
-    signs = StoreHeartbeat(dist.PrefixStore("comfy_tp/life", life_store), heartbeat, rank, devices, options)
-    loop = CommandLoop(
-        context,
-        commands,
-        port,
-        keepalive=min(options.keepalive, options.collective_timeout / 2),
-        error_grace=options.error_grace,
-        note_failure=lambda error: setattr(signs, "raised", error),
-    )
+    where = f"{host}:{logs}"[:LOGS_LIMIT]
+    return RankContext(rank, degree, device, data, control, heartbeat, name=f"{device}@{host}", logs=where)
 
-    def blame(verdict: Verdict) -> None:
-        error = _described(verdict, logs)
-        log.error("%s", error["message"])
-        teller = threading.Thread(target=loop.tell_client, args=(error,), daemon=True)
-        teller.start()
-        teller.join(TELL_WAIT)
-        os._exit(EXIT_PEER_LOST)
 
-    signs.start(blame, Guard(options.heartbeat_timeout + GUARD_LATER))
-    # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.
-    signal.set_wakeup_fd(signs.bell.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    if port is not None:
-        port.start(on_cancel=loop.cancel)
-        log.info("%d ranks await their client on %s", degree, options.listen)
-    log.info("logs: %s", context.logs)
+def _port(
+    door: tuple[socket.socket, str], options: argparse.Namespace, context: RankContext, devices: Sequence[str]
+) -> ClientPort:
+    description = {
+        "devices": devices,
+        "backend": _backend(options),
+        "beat": min(wire.BEAT_PERIOD, options.heartbeat_timeout / 8),
+        "heartbeat_timeout": options.heartbeat_timeout,
+        "logs": context.logs,
+    }
+    return ClientPort(*door, description)
+
+
+def _blame(loop: CommandLoop, logs: Sequence[str], verdict: Verdict) -> NoReturn:
+    """Tell the client what ends the group, and end this rank."""
+    error = _described(verdict, logs)
+    log.error("%s", error["message"])
+    teller = threading.Thread(target=loop.tell_client, args=(error,), daemon=True)
+    teller.start()
+    teller.join(TELL_WAIT)
+    os._exit(EXIT_PEER_LOST)
+
+
+def _run(loop: CommandLoop, signs: StoreHeartbeat) -> NoReturn:
     try:
         loop.run()
     except PeerLost as error:
         signs.lost_a_peer(str(error))
         raise
     except BaseException as error:
-        log.error("rank %d ends", rank, exc_info=error)
-        signs.ended_by(context.describe(error))
+        log.error("rank %d ends", loop.context.rank, exc_info=error)
+        signs.ended_by(loop.context.describe(error))
         raise
 
 

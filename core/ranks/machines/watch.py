@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import heartbeat
+from ..config import Limits
 from ..heartbeat import HeartbeatFile, RankHeartbeat
 from ..watchdog import Verdict, Watchdog
 
@@ -78,7 +79,9 @@ class StoreHeartbeat:
     on is a verdict too: a group that nobody watches ends.
     """
 
-    def __init__(self, store: dist.Store, own: RankHeartbeat, rank: int, devices: Sequence[str], limits: Any):
+    def __init__(
+        self, store: dist.Store, own: RankHeartbeat, rank: int, devices: Sequence[str], limits: Limits
+    ):
         self._store = store
         self._own = own
         self._rank = rank
