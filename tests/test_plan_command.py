@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from comfy_tp.core.models import ARCHITECTURES, architecture_named
 from comfy_tp.core.planning.compare import plan_from_json
 from comfy_tp.core.planning.propose import legal, meta_model, propose
 from comfy_tp.core.tp.plan import WherePresent, resolve_plan
-from comfy_tp.tools.pages import architectures
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -38,8 +38,22 @@ def test_the_proposal_is_our_plan_or_the_difference_has_a_reason(name, capsys) -
     assert figures["replicated_parameters"] < 0.02 * figures["parameters"]
 
 
-def test_the_page_of_architectures_is_computed_from_the_plans() -> None:
-    assert architectures.page() == (DOCS / "architectures.md").read_text()
+def test_the_page_of_architectures_is_computed_from_the_plans(capsys) -> None:
+    assert main(["plan", "--table"]) == 0
+    assert capsys.readouterr().out == (DOCS / "architectures.md").read_text()
+
+
+def test_where_the_pages_are_not_installed_the_command_says_where_they_are(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "comfy_tp.tools.pages.files", None)
+    assert main(["plan", "--files"]) == 1
+    refusal = capsys.readouterr().err
+    assert "docs/files.md is made by tools/pages/files.py, which is not installed" in refusal
+    assert "clone of the repository" in refusal
+
+
+def test_neither_a_class_nor_a_page_is_refused(capsys) -> None:
+    assert main(["plan"]) == 1
+    assert "Name a model class" in capsys.readouterr().err
 
 
 class Gated(nn.Module):

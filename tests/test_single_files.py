@@ -634,11 +634,13 @@ def test_comfy_tp_verify_passes_every_layout(tmp_path, model, capsys):
     assert all(result["passed"] and len(result["rows"]) > 4 for result in figures["results"])
 
 
-def test_the_page_on_files_is_computed_and_names_tests_that_exist():
+def test_the_page_on_files_is_computed_and_names_tests_that_exist(capsys):
+    from comfy_tp.core.cli import main
     from comfy_tp.tools.pages import files
 
     root = Path(__file__).parents[1]
-    text = files.page()
+    assert main(["plan", "--files"]) == 0
+    text = capsys.readouterr().out
     assert text == (root / "docs" / "files.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
     assert len(named) == len(files.KINDS) + len(files.REFUSED)

@@ -1,4 +1,4 @@
-"""``comfy-tp plan``: propose a tensor-parallel plan for a model class."""
+"""``comfy-tp plan``: propose a tensor-parallel plan for a model class, or print a page that is computed from the plans."""
 
 from __future__ import annotations
 
@@ -17,19 +17,49 @@ LISTED = 12  # replicated groups that are printed one by one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The class."""
+    """The class, --table or --files."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODELCLASS",
         help="a model class of diffusers, the name of an architecture, or module:Class for one of your own",
     )
+    parser.add_argument("--table", action="store_true", help="print docs/architectures.md")
+    parser.add_argument("--files", action="store_true", help="print docs/files.md")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict]:
-    """Print a proposal. Nothing is downloaded and no weights are needed."""
+    """Print a proposal or a page. Nothing is downloaded and no weights are needed."""
+    if args.table or args.files:
+        return print_page("architectures" if args.table else "files")
+    if not args.model:
+        raise UnsupportedError(
+            "Name a model class, for example `comfy-tp plan FluxTransformer2DModel`, or --table."
+        )
+    return propose_plan(args.model)
+
+
+def print_page(name: str) -> tuple[int, dict]:
+    """Print a page of docs/. What makes it lies beside the tests, in the source code alone."""
+    tools = f"{__name__.split('.')[0]}.tools"
+    try:
+        text = importlib.import_module(f"{tools}.pages.{name}").page()
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(tools):
+            raise
+        raise UnsupportedError(
+            f"docs/{name}.md is made by tools/pages/{name}.py, which is not installed. Run this in a clone of the "
+            f"repository after `pip install -e .`; the page as it is made there lies in docs/."
+        ) from None
+    print(text, end="")
+    return 0, {"table": text}
+
+
+def propose_plan(name: str) -> tuple[int, dict]:
+    """Print a proposal for the class that `name` means."""
     from ..planning.propose import compare_plans, legal, meta_model, propose
 
-    model_class, architecture = find(args.model)
+    model_class, architecture = find(name)
     model = meta_model(model_class)
     config = getattr(model, "config", {})
     heads = architecture.heads(config) if architecture else _heads(model, config)

@@ -1,1 +1,1 @@
-"""The pages of docs/ that are computed: `python -m comfy_tp.tools.pages.files > docs/files.md`."""
+"""The pages of docs/ that are computed: `comfy-tp plan --files > docs/files.md`."""

@@ -13,7 +13,7 @@ TABLE_DEGREES = (2, 4, 8)
 HEAD = """# Architectures
 
 What can be sharded, and what a rank then holds. This page is printed by
-`python -m comfy_tp.tools.pages.architectures`; do not edit it.
+`comfy-tp plan --table`; do not edit it.
 
 | model | class | diffusers | parameters | heads | degrees up to 16 | sharded | replicated | GB per rank, whole | {} |
 |---|---|---|---|---|---|---|---|---|{}|
@@ -66,7 +66,3 @@ def rows(architecture: Architecture) -> Iterator[list[str]]:
             f"{2 * total / 1e9:.2f}",
             *held,
         ]
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -162,7 +162,7 @@ KINDS = (
 HEAD = """# Model files
 
 Which files load, how they are read, and what a rank then holds. This page is printed by
-`python -m comfy_tp.tools.pages.files`; do not edit it.
+`comfy-tp plan --files`; do not edit it.
 
 A model is recognised from the names and shapes of its tensors alone, never from the file's name; the names may begin
 with `diffusion_model.` or `model.diffusion_model.`, in any order. Every rank reads only its own byte ranges.
@@ -241,7 +241,3 @@ def resident(kind: FileKind) -> Iterator[int | None]:
 def _itemsize(kind: FileKind, name: str, shape: tuple[int, ...]) -> int:
     """1 for a matrix that the kind stores in fp8, else 2."""
     return 1 if len(shape) == 2 and any(fnmatchcase(name, pattern) for pattern in kind.fp8) else 2
-
-
-if __name__ == "__main__":
-    print(page(), end="")
