@@ -12,10 +12,9 @@ from ..core.checkpoint.files import Checkpoint, is_safetensors
 from ..core.checkpoint.header import TensorEntry
 from ..core.checkpoint.parts import transformer_of
 from ..core.checkpoint.settings import config_path
-from ..core.errors import UnsupportedError
-from ..core.load import OpenedModel, config_of
-from ..core.models import ARCHITECTURES, Architecture, architecture_named
-from ..core.models.resemblance import unrecognised
+from ..core.load import OpenedModel
+from ..core.models import Architecture
+from ..core.recognise import recognise
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -51,9 +50,9 @@ class ModelSource:
         Raises `CheckpointError` for damaged or foreign files, `UnsupportedError` for a class without a plan.
         """
         checkpoint = transformer_of(Checkpoint.open(path))
-        architecture, config = _recognise(checkpoint)
+        found = recognise(checkpoint)
         stored, values = _sizes(checkpoint.entries.values())
-        return cls(str(path), architecture, config, fingerprint(path), stored, values)
+        return cls(str(path), found.architecture, found.config, fingerprint(path), stored, values)
 
     @property
     def heads(self) -> int | None:
@@ -106,22 +105,3 @@ def _sizes(entries: Iterable[TensorEntry]) -> tuple[dict[str, int], int]:
         stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.nbytes
         values += math.prod(entry.shape)
     return stored, values
-
-
-def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, Mapping[str, Any]]:
-    config = config_of(checkpoint)
-    if config is not None and "_class_name" in config:
-        named = config["_class_name"]
-        for name, class_name in ARCHITECTURES.items():
-            if class_name == named:
-                return architecture_named(name), config
-        raise UnsupportedError(
-            f"{checkpoint.path} holds a {named}, which cannot be sharded yet. Choose a model of the class "
-            f"{', '.join(ARCHITECTURES.values())}."
-        )
-    for name in ARCHITECTURES:
-        architecture = architecture_named(name)
-        config = architecture.recognise(checkpoint.entries)
-        if config is not None:
-            return architecture, config
-    raise unrecognised(checkpoint.path, checkpoint.entries)

@@ -16,15 +16,14 @@ from torch import nn
 from .checkpoint import quant
 from .checkpoint.broadcast import raise_together
 from .checkpoint.files import Checkpoint, resolve_source
-from .checkpoint.layout import IDENTITY, FileLayout, Piece, Wanted, check, choose_layout
+from .checkpoint.layout import FileLayout, Piece, Wanted, check, choose_layout
 from .checkpoint.parts import transformer_of
 from .checkpoint.reader import ReadReport, read_shards
-from .checkpoint.settings import check_settings, config_path
-from .errors import CheckpointError, ConfigError, UnsupportedError
+from .errors import CheckpointError, ConfigError
 from .guards import guard
-from .models import ARCHITECTURES, Architecture, architecture_named, architecture_of, unknown_settings
-from .models.resemblance import unrecognised
+from .models import Architecture, unknown_settings
 from .parallelize import resolve
+from .recognise import recognise
 from .restart import load_shards, saved_shards
 from .tp import fp8
 from .tp.agreement import check_kinds, first_difference, gather_json
@@ -34,7 +33,6 @@ from .tp.config import TensorParallelConfig
 from .tp.plan import ResolvedPlan
 from .tp.shard import ShardSpec
 from .tp.skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
-from .wording import quote
 
 DTYPES = {
     "float32": torch.float32,
@@ -173,32 +171,16 @@ def refuse_options(options: dict[str, Any]) -> None:
 def open_model(checkpoint: Checkpoint, *, model_class: type | None = None) -> OpenedModel:
     """Recognise the model of `checkpoint` and compare every header with it. Nothing is allocated.
 
-    A folder says its class in config.json; a single file is recognised from its tensor names and shapes alone.
-    Raises `CheckpointError` when it is neither, when its settings make no model, or tensors are missing, unknown or of the
-    wrong shape.
+    Raises `CheckpointError` when it is not recognised, when its settings make no model, or tensors are missing, unknown
+    or of the wrong shape.
     """
     checkpoint = transformer_of(checkpoint)
-    given = config_of(checkpoint)
-    if given is not None:
-        config = dict(given)
-        named = config.get("_class_name")
-        if model_class is None:
-            architecture = _architecture_of_config(checkpoint, named)
-        else:
-            architecture = architecture_of(model_class)
-            if named and named not in {base.__name__ for base in model_class.__mro__}:
-                raise CheckpointError(
-                    f"{checkpoint.path} holds a {named}, not a {model_class.__name__}. Load it with {named}."
-                )
-        layouts: tuple[FileLayout, ...] = (IDENTITY,)
-        source: str | Path = config_path(checkpoint.path)
-    else:
-        architecture, config, layouts = _recognise(checkpoint)
-        source = checkpoint.path
+    found = recognise(checkpoint, model_class)
+    architecture, config = found.architecture, found.config
     model_class = model_class or architecture.load_class()
-    with building(model_class.__name__, source, checkpoint.nbytes):
+    with building(model_class.__name__, found.described, checkpoint.nbytes):
         skeleton = build_skeleton(model_class, config)
-    layout = choose_layout(checkpoint, layouts)
+    layout = choose_layout(checkpoint, found.layouts)
     opened = OpenedModel(checkpoint, architecture, model_class, config, layout, skeleton)
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     persistent = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(skeleton)}
@@ -370,51 +352,6 @@ def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 for a parameter of a module that the model keeps in float32."""
     keep = getattr(model, "_keep_in_fp32_modules", None) or ()
     return torch.float32 if any(module in name.split(".") for module in keep) else dtype
-
-
-def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The config.json that describes `checkpoint`, a folder's own, with settings that its weights can have.
-
-    One beside a single file may be that of any other model, as in ComfyUI's folder of many. It counts where the file is
-    recognised by itself as a model of the class that it names, under diffusers' names, and where it is not recognised.
-    Raises `CheckpointError` as `check_settings` does.
-    """
-    config = _own_config(checkpoint)
-    if config is not None:
-        check_settings(checkpoint, config)
-    return config
-
-
-def _own_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    config = checkpoint.config
-    if config is None or Path(checkpoint.path).is_dir():
-        return config
-    for architecture in map(architecture_named, ARCHITECTURES):
-        if architecture.recognise(checkpoint.entries) is None:
-            continue
-        layout = choose_layout(checkpoint, architecture.layouts)
-        plain = layout.rules is None and not layout.prefix_of(checkpoint.entries)
-        return config if plain and config.get("_class_name") == architecture.model_class else None
-    return config
-
-
-def _architecture_of_config(checkpoint: Checkpoint, class_name: str | None) -> Architecture:
-    for name, known in ARCHITECTURES.items():
-        if known == class_name:
-            return architecture_named(name)
-    raise UnsupportedError(
-        f"{checkpoint.path}: config.json names the class {quote(class_name)}, which has no tensor-parallel plan. Models "
-        f"that have one: {', '.join(sorted(ARCHITECTURES.values()))}."
-    )
-
-
-def _recognise(checkpoint: Checkpoint) -> tuple[Architecture, dict[str, Any], tuple[FileLayout, ...]]:
-    """The architecture and configuration of a single file, from its tensor names and shapes alone."""
-    for candidate in map(architecture_named, ARCHITECTURES):
-        config = candidate.recognise(checkpoint.entries)
-        if config is not None:
-            return candidate, config, candidate.layouts
-    raise unrecognised(checkpoint.path, checkpoint.entries)
 
 
 def check_files(ranks: Ranks, checkpoint: Checkpoint) -> None:

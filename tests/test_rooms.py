@@ -8,7 +8,7 @@ import pytest
 
 from comfy_tp.tools.rooms import BASE, CORE, Graph, circle, import_graph, room_of, table
 
-ENTRANCE = ("__init__", "classes", "load", "restart", "parallelize", "guards")
+ENTRANCE = ("__init__", "classes", "load", "recognise", "restart", "parallelize", "guards")
 # Room -> the rooms that it may import.
 ROOMS = {
     "base": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .architecture import ARCHITECTURES, Architecture, architecture_named, architecture_of, unknown_settings
+from .architecture import Architecture, unknown_settings
+from .known import ARCHITECTURES, architecture_named, architecture_of
 
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_named", "architecture_of", "unknown_settings"]

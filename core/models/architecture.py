@@ -1,9 +1,8 @@
-"""`Architecture`: what the core must know of one model class, and the table of those it knows."""
+"""`Architecture`: what the core must know of one model class."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -16,18 +15,6 @@ from torch import nn
 from ..errors import PlanError, UnsupportedError
 from ..tp.collectives import Ranks
 from ..wording import short
-
-# Architecture name -> the class that diffusers calls it by. One file beside this one per name, holding ARCHITECTURE.
-ARCHITECTURES: dict[str, str] = {
-    "flux2": "Flux2Transformer2DModel",
-    "flux": "FluxTransformer2DModel",
-    "flux3": "Flux3Transformer2DModel",
-    "qwenimage": "QwenImageTransformer2DModel",
-    "qwenimage21": "QwenImage21Transformer2DModel",
-    "minimax_h3": "MiniMaxH3Transformer3DModel",
-    "wan": "WanTransformer3DModel",
-    "ltx2": "LTX2VideoTransformer3DModel",
-}
 
 
 def _nothing(model: nn.Module, ranks: Ranks) -> None:
@@ -151,31 +138,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def architecture_named(name: str) -> Architecture:
-    """The architecture of that `name` in `ARCHITECTURES`."""
-    if name not in ARCHITECTURES:
-        raise UnsupportedError(f"Unknown architecture '{name}'. Known: {', '.join(ARCHITECTURES)}.")
-    return importlib.import_module(f".{name}", __package__).ARCHITECTURE
-
-
-def architecture_of(model_class: type) -> Architecture:
-    """The architecture of a model class, ours by name (base classes too) or one made from its own `_tp_plan`.
-
-    Raises `PlanError` for a class without a plan (R4).
-    """
-    by_class = {class_name: name for name, class_name in ARCHITECTURES.items()}
-    for base in model_class.__mro__:
-        if base.__name__ in by_class:
-            return architecture_named(by_class[base.__name__])
-    if getattr(model_class, "_tp_plan", None):
-        return Architecture(name=model_class.__name__, model_class=model_class.__name__)
-    raise no_plan(model_class.__name__)
-
-
-def no_plan(name: str) -> PlanError:
-    """The refusal of a model class without a plan."""
-    known = ", ".join(sorted(ARCHITECTURES.values()))
+def no_plan(name: str, known: str = "") -> PlanError:
+    """The refusal of a model class without a plan; `known` is a sentence on those that have one."""
     return PlanError(
-        f"'{name}' has no tensor-parallel plan: its class defines no `_tp_plan`. Models that have one: {known}. "
+        f"'{name}' has no tensor-parallel plan: its class defines no `_tp_plan`. {known}"
         f"`comfy-tp plan {name}` proposes a plan for another model."
     )

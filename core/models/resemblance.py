@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
 from ..wording import short
-from .architecture import ARCHITECTURES, Architecture, architecture_named
+from .architecture import Architecture
 
 
 class Asked(dict):
@@ -22,13 +22,14 @@ class Asked(dict):
         return super().get(name, default)
 
 
-def unrecognised(path: str, entries: Mapping[str, Any]) -> CheckpointError:
-    """The refusal of the file at `path`, which no architecture recognises by its tensors."""
-    asked = [(*_asked(one, entries), one) for one in map(architecture_named, ARCHITECTURES)]
+def unrecognised(path: str, entries: Mapping[str, Any], known: Collection[Architecture]) -> CheckpointError:
+    """The refusal of the file at `path`, which none of the `known` architectures recognises by its tensors."""
+    asked = [(*_asked(one, entries), one) for one in known]
     share, lacking, architecture = max(asked, key=lambda one: one[0])
     if share < 0.5:
+        names = ", ".join(one.name for one in known)
         return CheckpointError(
-            f"{path} is not a model that can be sharded: its tensor names fit none of {', '.join(ARCHITECTURES)}. Choose "
+            f"{path} is not a model that can be sharded: its tensor names fit none of {names}. Choose "
             f"the file of a FLUX.2, FLUX.1 or Qwen-Image transformer, or a diffusers folder with config.json."
         )
     if not lacking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -123,7 +124,8 @@ class LocalLine(Line):
             event = told.pop("event", None)
             if event == "folder":
                 self._folder = Path(told["path"])
-                self._signs = HeartbeatFile(self._folder / "heartbeats", len(self.devices))
+                with contextlib.suppress(FileNotFoundError):  # the start was given up, and the folder is gone
+                    self._signs = HeartbeatFile(self._folder / "heartbeats", len(self.devices))
             elif event == "ranks":
                 self.pids = told["pids"]
             elif event == "note":
