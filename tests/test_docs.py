@@ -130,3 +130,14 @@ def test_the_registry_gets_a_square_icon_and_a_wide_banner():
 def test_pictures_in_the_docs_are_small():
     large = [path.name for path in (ROOT / "docs" / "images").glob("*.png") if path.stat().st_size > 200_000]
     assert large == []
+
+
+def test_the_page_on_the_architecture_names_files_that_exist_and_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.py\b", text))
+    assert len(named) > 30
+    places = (ROOT, ROOT / "core", ROOT / "core" / "ranks")
+    assert [name for name in sorted(named) if not any((place / name).is_file() for place in places)] == []
+    rows = {row.split("|")[1] for row in text.splitlines() if row.startswith("| ")}
+    rooms = {path.name for path in (ROOT / "core").iterdir() if (path / "__init__.py").is_file()}
+    assert [room for room in sorted(rooms) if not any(f"`{room}/`" in row for row in rows)] == []
