@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from .checkpoint import quant
-from .checkpoint.broadcast import raise_together
 from .checkpoint.files import Checkpoint, resolve_source
 from .checkpoint.layout import FileLayout, Piece, Wanted, check, choose_layout
 from .checkpoint.parts import transformer_of
@@ -33,6 +32,7 @@ from .tp.config import TensorParallelConfig
 from .tp.plan import ResolvedPlan
 from .tp.shard import ShardSpec
 from .tp.skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
+from .tp.together import Together
 
 DTYPES = {
     "float32": torch.float32,
@@ -121,20 +121,16 @@ def opened_together(
 
     Raises on every rank where one of them fails, and `ConfigError` where they do not see the same.
     """
-    found: OpenedModel | Path | None = None
-    failure: Exception | None = None
-    try:
-        found = saved_shards(name_or_path, subfolder)
-        if found is None:
-            location = resolve_source(name_or_path, subfolder=subfolder, **hub)
-            checkpoint = Checkpoint.open(location, variant=hub.get("variant"))
-            found = open_model(checkpoint, model_class=model_class)
-    except Exception as error:
-        failure = error
+
+    def opened() -> OpenedModel | Path:
+        saved = saved_shards(name_or_path, subfolder)
+        if saved is not None:
+            return saved
+        location = resolve_source(name_or_path, subfolder=subfolder, **hub)
+        return open_model(Checkpoint.open(location, variant=hub.get("variant")), model_class=model_class)
+
     others = f"cannot open {name_or_path}; its own error says why. Nothing was loaded."
-    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
-    if found is None:
-        raise AssertionError("a rank that opened nothing raised")
+    found = Together(ranks.group, ranks.degree, ranks.rank).do(others, opened)
     if ranks.degree > 1:
         check_kinds(ranks, name_or_path, isinstance(found, Path))
         if isinstance(found, OpenedModel):

@@ -8,6 +8,7 @@ A rank file is read from end to end into the final tensors: nothing is sliced, c
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections import Counter
@@ -17,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint.broadcast import raise_together
 from .checkpoint.files import RANK_FILE, Checkpoint, inside
 from .checkpoint.rank_files import (
     AGAIN,
@@ -40,6 +40,7 @@ from .tp.config import TensorParallelConfig
 from .tp.plan import ResolvedPlan
 from .tp.shard import ShardSpec
 from .tp.skeleton import build_skeleton, building, finish, hold_fp8, persistent_buffers, place
+from .tp.together import Together
 
 
 def save_shards(model: nn.Module, folder: str | os.PathLike) -> None:
@@ -109,33 +110,23 @@ def load_shards(
     Raises `CheckpointError` for shards of another degree, class, plan, dtype or save, and for missing or damaged
     files; `PlanError` for a degree that does not fit.
     """
-    found = None
-    failure: BaseException | None = None
-    try:
-        found = _open(model_class, folder, ranks, config, dtype)
-    except Exception as error:
-        failure = error
     others = f"cannot use its shards in {folder}; its own error says why. Nothing was loaded."
-    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
-    if found is None:
-        raise AssertionError("a rank that opened nothing raised")
-    checkpoint, saved, model, plan = found
+    together = Together(ranks.group, ranks.degree, ranks.rank)
+    checkpoint, saved, model, plan = together.do(others, _open, model_class, folder, ranks, config, dtype)
     if ranks.degree > 1:
         _check_saves(folder, gather_json(ranks, saved.save))
     apply_plan(model, plan, ranks, architecture_of(model_class))
     for path, (weight, given, full_precision) in saved.scales.items():
         hold_fp8(model, path, fp8.Scales(weight, given, full_precision), plan, ranks)
-    read = None
-    try:
-        read = read_rank_file(
-            checkpoint, degree=ranks.degree, device=ranks.device, progress=progress, cancelled=cancelled
-        )
-    except BaseException as error:
-        failure = error
-    raise_together(ranks.group, ranks.degree, ranks.rank, failure, others)
-    if read is None:
-        raise AssertionError("a rank that read nothing raised")
-    shards, report = read
+    read = functools.partial(
+        read_rank_file,
+        checkpoint,
+        degree=ranks.degree,
+        device=ranks.device,
+        progress=progress,
+        cancelled=cancelled,
+    )
+    shards, report = together.do(others, read)
     place(model, shards)
     finish(model, ranks.device)
     model.tensor_parallel.compute_dtype = getattr(torch, saved.compute_dtype)

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from comfy_tp.core.checkpoint import Checkpoint
 from comfy_tp.core.checkpoint.writer import (
     FileStream,
-    attempt,
     file_order,
     save_pretrained,
     write_file,
@@ -28,6 +27,7 @@ from comfy_tp.core.checkpoint.writer import (
 from comfy_tp.core.cli.bench_load import MemoryWatch
 from comfy_tp.core.errors import CheckpointError
 from comfy_tp.core.tp.shard import ShardSpec
+from comfy_tp.core.tp.together import Together
 
 
 def table_of(tensors: dict[str, torch.Tensor]) -> dict:
@@ -136,13 +136,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_whatever_stops_a_rank_from_writing_is_told_to_the_others_first():
+def test_whatever_stops_a_rank_from_writing_is_told_to_the_others_first(monkeypatch):
     def out_of_memory():
         raise torch.OutOfMemoryError("no room for a copy")
 
-    result, failure = attempt(out_of_memory)
-    assert result is None
-    assert isinstance(failure, torch.OutOfMemoryError)
+    told = []
+    monkeypatch.setattr(Together, "_failed", lambda self, here: told.append(here) or [])
+    with pytest.raises(torch.OutOfMemoryError):
+        Together(None, 2, 0).do("could not write.", out_of_memory)
+    assert told == [True]
 
 
 def save_alone(folder: Path, tensors: dict[str, torch.Tensor], **options) -> None:

@@ -41,7 +41,7 @@ def test_without_a_group_a_whole_model_stays_on_the_cpu(monkeypatch):
 
 
 def test_nccl_agrees_on_the_device_that_was_asked_for(monkeypatch):
-    """`raise_together` has no tensor of the model, so it goes by the current device."""
+    """`Together` has no tensor of the model, so it goes by the current device."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: ("current", device))
     assert Ranks(1, 2, "cuda:1").on_device() == ("current", torch.device("cuda:1"))
     with Ranks(1, 2, "cpu").on_device():

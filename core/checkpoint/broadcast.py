@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
 from .files import Checkpoint
 from .layout import Wanted
 
@@ -34,33 +33,6 @@ def owners(wanted: Mapping[str, Wanted], checkpoint: Checkpoint, degree: int) ->
         chosen[name] = rank
         load[rank] += sizes[name]
     return chosen
-
-
-def agree(group: dist.ProcessGroup | None, degree: int, rank: int, failed: bool) -> list[int]:
-    """The ranks that failed, known to all of them, so that none waits for a broadcast that will not come."""
-    on_gpu = dist.get_backend(group) == "nccl"
-    where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    flags = torch.zeros(degree, dtype=torch.int32, device=where)
-    flags[rank] = int(failed)
-    dist.all_reduce(flags, group=group)
-    return [index for index, flag in enumerate(flags.tolist()) if flag]
-
-
-def raise_together(
-    group: dist.ProcessGroup | None, degree: int, rank: int, failure: BaseException | None, others: str
-) -> None:
-    """Raise on every rank when one of them failed, so that none waits for it.
-
-    The one that failed raises its own `failure`, the others a `CheckpointError` that begins with its number and goes
-    on with `others`.
-    """
-    failed = []
-    if group is not None and degree > 1:
-        failed = agree(group, degree, rank, failure is not None)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise CheckpointError(f"Rank {', '.join(map(str, failed))} {others}")
 
 
 def broadcast_tensors(

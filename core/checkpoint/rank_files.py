@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..tp.shard import ShardSpec
-from .broadcast import raise_together
+from ..tp.together import Together
 from .files import RANK_FILE, Checkpoint, is_safetensors
 from .header import read_header
 from .layout import Piece, Wanted
 from .reader import ReadReport, default_threads, read_shards
-from .writer import FileStream, attempt, file_order, write_json
+from .writer import FileStream, file_order, make_folder, write_json
 
 FORMAT = "comfy-tp shards 1"
 AGAIN = "load the model from its own files and save the shards again"
@@ -84,43 +84,35 @@ def write_rank_file(
         **{key: json.dumps(value) for key, value in vars(saved).items()},
     }
 
-    def write() -> FileStream:
+    streams: list[FileStream] = []
+
+    def write() -> None:
         _prepare(folder)
-        stream = FileStream(path, table, metadata)
-        try:
-            for name in file_order(table):
-                stream.write(name, shards[name])
-            stream.finish()
-        except BaseException:
-            stream.abort()
-            raise
-        return stream
+        streams.append(FileStream(path, table, metadata))
+        for name in file_order(table):
+            streams[0].write(name, shards[name])
+        streams[0].finish()
 
-    stream, failure = attempt(write)
-    try:
-        raise_together(group, degree, rank, failure, others)
-    except BaseException:
-        if stream is not None:
-            stream.abort()
-        raise
-
-    def publish(stream: FileStream = stream) -> None:
-        stream.publish()
+    def publish() -> None:
+        streams[0].publish()
         if rank == 0:
             write_json(folder / "config.json", saved.config)
 
-    _, failure = attempt(publish)
+    together = Together(group, degree, rank)
+    try:
+        together.do(others, write)
+    except BaseException:
+        for stream in streams:
+            stream.abort()
+        raise
     others = f"could not finish its file in {folder}; its own error says why. Save again before you load from there."
-    raise_together(group, degree, rank, failure, others)
+    together.do(others, publish)
     return path
 
 
 def _prepare(folder: Path) -> None:
     """Make the folder, and refuse one that holds other weights: nobody could say which of them are meant."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made ({error.strerror}). Choose another folder.") from None
+    make_folder(folder)
     found = other_weights(folder)
     if found:
         raise CheckpointError(

@@ -18,8 +18,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..tp.shard import ShardSpec
+from ..tp.together import Together
 from . import ranges
-from .broadcast import broadcast_tensors, owners, raise_together
+from .broadcast import broadcast_tensors, owners
 from .files import Checkpoint
 from .layout import Piece, Wanted
 from .memory import PAGE, SHIFT, Staging, allocate, byte_view, copies_slowly
@@ -72,35 +73,29 @@ def read_shards(
     threads = threads or default_threads(degree)
     alone = group is None or degree == 1
     owner = {} if alone else owners(wanted, checkpoint, degree)
-    tensors: dict[str, torch.Tensor] = {}
-    failure: BaseException | None = None
     counts = _Counts()
+
+    def read() -> dict[str, torch.Tensor]:
+        for name, want in wanted.items():
+            check_wanted(checkpoint, name, want, degree)
+        fills = [
+            fill
+            for name, want in wanted.items()
+            if owner.get(name, rank) == rank
+            for fill in fills_of(checkpoint, name, want, rank)
+        ]
+        tensors = {}
+        for name, want in wanted.items():
+            dtype = want.dtype or checkpoint.entries[want.pieces[0].tensor].torch_dtype
+            tensors[name] = allocate(want.spec.local_shape, dtype, device)
+        _move_from_slow_places(checkpoint, fills, tensors)
+        _read_all(checkpoint, fills, tensors, device, threads, counts, progress, cancelled)
+        return tensors
+
+    others = f"could not read its part of {checkpoint.path}; its own error says why. Nothing was loaded."
     # The caller may sample under inference_mode; weights are ordinary tensors, so that other threads may write them.
     with torch.inference_mode(False), torch.no_grad():
-        try:
-            for name, want in wanted.items():
-                check_wanted(checkpoint, name, want, degree)
-            fills = [
-                fill
-                for name, want in wanted.items()
-                if owner.get(name, rank) == rank
-                for fill in fills_of(checkpoint, name, want, rank)
-            ]
-            for name, want in wanted.items():
-                dtype = want.dtype or checkpoint.entries[want.pieces[0].tensor].torch_dtype
-                tensors[name] = allocate(want.spec.local_shape, dtype, device)
-            _move_from_slow_places(checkpoint, fills, tensors)
-            _read_all(checkpoint, fills, tensors, device, threads, counts, progress, cancelled)
-        except BaseException as error:
-            failure = error
-            tensors.clear()
-        raise_together(
-            group,
-            degree,
-            rank,
-            failure,
-            f"could not read its part of {checkpoint.path}; its own error says why. Nothing was loaded.",
-        )
+        tensors = Together(group, degree, rank).do(others, read)
         sent = 0 if alone else broadcast_tensors(tensors, owner, group, rank)
     kept = sum(tensor.nbytes for tensor in tensors.values())
     seconds = time.perf_counter() - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..claims import Claim, abandoned
 from ..errors import CheckpointError
 from ..tp.shard import ShardSpec
-from .broadcast import raise_together
+from ..tp.together import Together
 from .files import Checkpoint
 from .header import DTYPE_NAMES
 from .memory import byte_view
@@ -183,38 +183,48 @@ def save_pretrained(
     table = {name: (tensor.dtype, specs[name].shape) for name, tensor in shards.items()}
     parts = _partition(table, max_shard_bytes)
     names = _file_names(weights_name, len(parts))
-    finished: list[FileStream] = []
-    stream: FileStream | None = None
-    gathering, failure = attempt(Gathering, shards, specs, rank, degree, group)
-    if rank == 0 and failure is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            failure = CheckpointError(f"{folder} cannot be made ({error.strerror}). Choose another folder.")
+    streams: list[FileStream] = []
+    together = Together(group, degree, rank)
+
+    def begin(file_name: str, part: Table) -> None:
+        if rank == 0:
+            streams.append(FileStream(folder / file_name, part, {"format": "pt"}))
+
+    def write(name: str, full: torch.Tensor | None) -> None:
+        if full is not None:
+            streams[-1].write(name, full)
+
+    def finish() -> None:
+        if streams:
+            streams[-1].finish()
+
     try:
-        raise_together(group, degree, rank, failure, others)
+        gathering = together.do(others, Gathering, shards, specs, rank, degree, group)
+        together.do(others, lambda: make_folder(folder) if rank == 0 else None)
         for file_name, part in zip(names, parts, strict=True):
-            if rank == 0:
-                stream, failure = attempt(FileStream, folder / file_name, part, {"format": "pt"})
-            raise_together(group, degree, rank, failure, others)
+            together.do(others, begin, file_name, part)
             for name in file_order(part):
-                full = gathering.full(name)
-                if stream is not None and full is not None:
-                    _, failure = attempt(stream.write, name, full)
-                raise_together(group, degree, rank, failure, others)
-            if stream is not None:
-                _, failure = attempt(stream.finish)
-                finished.append(stream)
-                stream = None
-            raise_together(group, degree, rank, failure, others)
+                together.do(others, write, name, gathering.full(name))
+            together.do(others, finish)
     except BaseException:
-        for one in [*finished, *([stream] if stream is not None else [])]:
-            one.abort()
+        for stream in streams:
+            stream.abort()
         raise
-    if rank == 0:
-        _, failure = attempt(_publish, folder, finished, parts, names, weights_name, config)
+
+    def publish() -> None:
+        if rank == 0:
+            _publish(folder, streams, parts, names, weights_name, config)
+
     others = f"could not finish its files in {folder}; its own error says why. Save again before you load from there."
-    raise_together(group, degree, rank, failure, others)
+    together.do(others, publish)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that is saved into, unless it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made ({error.strerror}). Choose another folder.") from None
 
 
 class Gathering:
@@ -339,11 +349,3 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(table, indent=2) + "\n")
     os.replace(temporary, path)
-
-
-def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """What `call` returns, or what it raised (a device out of memory too), to be agreed on with the other ranks first."""
-    try:
-        return call(*args), None
-    except Exception as error:
-        return None, error
