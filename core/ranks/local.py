@@ -83,7 +83,7 @@ class LocalLine(Line):
     def _doing(self) -> str:
         """What each rank that starts is doing, in brackets."""
         if self._signs is None:
-            return ""
+            return " (their launcher is starting)"
         notes = (self._signs.note(rank + 1) or "starting Python" for rank in range(len(self.devices)))
         return " (" + ", ".join(f"rank {rank}: {note}" for rank, note in enumerate(notes)) + ")"
 
