@@ -15,7 +15,7 @@ from comfy_tp.core.planning.compare import TOLERANCE, compare_on_ranks, example_
 from comfy_tp.core.tp.collectives import Ranks
 from comfy_tp.core.tp.linear import ColwiseLinear, RowwiseLinear
 from comfy_tp.core.tp.norm import RMSNormAcrossRanks
-from comfy_tp.core.tp.plan import PackedColwiseParallel, Place, Rowwise, Style
+from comfy_tp.core.tp.plan import PackedColwiseParallel, Rowwise, Style, Submodule
 from comfy_tp.core.tp.shard import ShardSpec
 
 
@@ -51,8 +51,8 @@ class WrongRowwise(Style):
 
     reduces = 1
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
-        return Rowwise().specs(place, degree)
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
+        return Rowwise().specs(submodule, degree)
 
     def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
         return BiasOnEveryRank(module, dict(specs), ranks)
@@ -62,8 +62,8 @@ class WrongRowwise(Style):
 class ExchangedHalves(Style):
     """A gated feed-forward whose gate and up rows are taken in the other order."""
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
-        return PackedColwiseParallel((1, 1)).specs(place, degree)
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
+        return PackedColwiseParallel((1, 1)).specs(submodule, degree)
 
     def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
         layer = ColwiseLinear(module, dict(specs), ranks)
@@ -78,8 +78,8 @@ class NormOfOwnWidth(Style):
 
     reduces = 0
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
-        return RMSNormAcrossRanks().specs(place, degree)
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
+        return RMSNormAcrossRanks().specs(submodule, degree)
 
     def local(self, module: nn.Module, specs: Mapping[str, ShardSpec], ranks: Ranks) -> nn.Module:
         norm = nn.RMSNorm(specs["weight"].local_shape, eps=module.eps)

@@ -20,6 +20,7 @@ from test_group_node import rank_1_says
 from comfy_tp.core.errors import RankError
 from comfy_tp.core.ranks import heartbeat as life
 from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.config import Limits
 from comfy_tp.core.ranks.heartbeat import RankHeartbeat
 from comfy_tp.core.ranks.machines.node import tcp_listener
 from comfy_tp.core.ranks.machines.watch import StoreHeartbeat
@@ -133,7 +134,7 @@ def test_who_waits_for_the_end_of_a_cancelled_command_can_cancel_that_too(group)
 def verdict_on(*, beat: float, progress: float, cancelled: bool) -> dict | None:
     """What is said of a rank in a command whose last sign of life and last step were so many seconds ago."""
     pulse = life.HeartbeatFile(None, 1)
-    watchdog = Watchdog(pulse, ["cpu"], step_timeout=120.0, heartbeat_timeout=60.0, error_grace=1.0)
+    watchdog = Watchdog(pulse, ["cpu"], Limits(120.0, 60.0, 1.0, 1800.0, 30.0))
     now = time.monotonic()
     pulse.put(0, life.CANCELLED, cancelled)
     pulse.put(1, life.HEARTBEAT, now - beat)

@@ -20,6 +20,7 @@ from group_processes import COMMANDS, SOON, running, still_running
 from comfy_tp.core.errors import CheckpointError, RankError, RankOutOfMemory
 from comfy_tp.core.ranks import heartbeat as life
 from comfy_tp.core.ranks.client import RankGroup
+from comfy_tp.core.ranks.config import Limits
 from comfy_tp.core.ranks.watchdog import Watchdog
 
 
@@ -317,7 +318,7 @@ def test_nothing_outlives_a_client_whose_forked_child_still_holds_the_pipe(tmp_p
 
 def test_a_group_is_given_its_step_timeout_beyond_the_slowest_step_that_was_seen():
     pulse = life.HeartbeatFile(None, 2)
-    watchdog = Watchdog(pulse, ["cpu", "cpu"], step_timeout=5.0, heartbeat_timeout=60.0, error_grace=1.0)
+    watchdog = Watchdog(pulse, ["cpu", "cpu"], Limits(5.0, 60.0, 1.0, 1800.0, 30.0))
     now = time.monotonic()
     for slot in (1, 2):
         pulse.put(slot, life.HEARTBEAT, now)

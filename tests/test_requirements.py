@@ -29,7 +29,7 @@ from comfy_tp.core.tp.plan import (
     LinearStyle,
     PackedColwiseParallel,
     PackedRowwiseParallel,
-    Place,
+    Submodule,
     proportional_blocks,
     resolve_plan,
     style_of,
@@ -387,7 +387,7 @@ def linear(out_features: int, in_features: int) -> nn.Linear:
 
 def shards(full: nn.Linear, style: Any, degree: int, layer: type) -> list[Any]:
     found = style_of(style, "x")
-    specs = found.specs(Place(full, "x", nn.Module()), degree)
+    specs = found.specs(Submodule(full, "x", nn.Module()), degree)
     return [layer(full, specs, Recorder(rank, degree)) for rank in range(degree)]
 
 

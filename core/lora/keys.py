@@ -135,7 +135,7 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightSlice:
     """What a module's name in a LoRA file means: a tensor of the single file, and where in it (see `Patch`)."""
 
     key: str
@@ -173,15 +173,15 @@ def read_lora(
     found = LoraFile()
     for key in tensors:
         split = split_key(key)
-        if split is None or split[0] in foreign or place_of(split[0], known) is None:
+        if split is None or split[0] in foreign or target_of(split[0], known) is None:
             found.unmatched.append(key)
             continue
         module, suffix = split
         groups.setdefault(module, {})[suffix] = key
     for module, keys in groups.items():
-        place = place_of(module, known)
-        if place is not None:
-            _read_module(found, tensors, shapes, place, keys, trained_alpha(module, settings))
+        target = target_of(module, known)
+        if target is not None:
+            _read_module(found, tensors, shapes, target, keys, trained_alpha(module, settings))
     return found
 
 
@@ -216,11 +216,11 @@ def _read_module(
     found: LoraFile,
     tensors: Mapping[str, torch.Tensor],
     shapes: Mapping[str, Sequence[int]],
-    place: Place,
+    target: WeightSlice,
     keys: Mapping[str, str],
     trained: Callable[[int], float | None],
 ) -> None:
-    """Add the patches that a module's keys (suffix: key) make at `place`, and sort the keys.
+    """Add the patches that a module's keys (suffix: key) make at `target`, and sort the keys.
 
     `trained` gives the alpha of a LoRA that has none beside it, from its rank.
     """
@@ -228,9 +228,9 @@ def _read_module(
     used: set[str] = set()
     for kind in dict.fromkeys(SUFFIXES[suffix][0] for suffix in keys):
         own = {SUFFIXES[suffix][1]: key for suffix, key in keys.items() if SUFFIXES[suffix][0] == kind}
-        at = place
+        at = target
         if kind == "diff_bias":
-            at = Place(place.key.removesuffix(".weight") + ".bias", place.offset, place.swapped)
+            at = WeightSlice(target.key.removesuffix(".weight") + ".bias", target.offset, target.swapped)
         if kind == "" or at.key not in shapes:
             continue
         low_rank = kind in ("lora", "loha", "lokr")
@@ -279,7 +279,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 _LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
 
-def place_of(module: str, known: Mapping[str, Place]) -> Place | None:
+def target_of(module: str, known: Mapping[str, WeightSlice]) -> WeightSlice | None:
     """What `module` of a LoRA file means among the `known` names, with prefixes stripped until it fits."""
     name = _flat(module)
     while name not in known:
@@ -292,21 +292,21 @@ def place_of(module: str, known: Mapping[str, Place]) -> Place | None:
 
 def names_of(
     shapes: Mapping[str, Sequence[int]], layouts: Iterable[FileLayout], aliases: Sequence[Alias] = ()
-) -> dict[str, Place]:
+) -> dict[str, WeightSlice]:
     """Every name, flattened, under which LoRA files know the weights of a model whose single file holds `shapes`."""
-    names: dict[str, Place] = {}
+    names: dict[str, WeightSlice] = {}
     layouts = [layout for layout in layouts if layout.rules is not None]
     patterns = [(re.compile(re.escape(alias.module).replace(r"\{i\}", r"(\d+)")), alias) for alias in aliases]
     for key, shape in shapes.items():
         module, _, last = key.rpartition(".")
         if last == "bias":
             continue
-        names[_flat(module)] = Place(key)
+        names[_flat(module)] = WeightSlice(key)
         if last != "weight":
-            names[_flat(key)] = Place(key)
+            names[_flat(key)] = WeightSlice(key)
         for layout in layouts:
-            for name, place in _backwards(layout, module, key, shape[0]):
-                names.setdefault(_flat(name), place)
+            for name, target in _backwards(layout, module, key, shape[0]):
+                names.setdefault(_flat(name), target)
         for pattern, alias in patterns:
             match = pattern.fullmatch(module)
             if match is None or last != "weight":
@@ -315,11 +315,11 @@ def names_of(
             start = alias.start * shape[1]
             stop = shape[0] if alias.stop is None else alias.stop * shape[1]
             offset = None if (start, stop) == (0, shape[0]) else (0, start, stop - start)
-            names.setdefault(_flat(alias.name.replace("{i}", number)), Place(key, offset))
+            names.setdefault(_flat(alias.name.replace("{i}", number)), WeightSlice(key, offset))
     return names
 
 
-def _backwards(layout: FileLayout, module: str, key: str, rows: int) -> list[tuple[str, Place]]:
+def _backwards(layout: FileLayout, module: str, key: str, rows: int) -> list[tuple[str, WeightSlice]]:
     """The model's modules that the file's `module` feeds, and what each of them is in it."""
     fed: dict[str, list[tuple[int, int, int, int]]] = {}
     for target in layout.targets(module):
@@ -331,9 +331,9 @@ def _backwards(layout: FileLayout, module: str, key: str, rows: int) -> list[tup
         if parts == [(part + index, of, index, count) for index in range(count)]:
             size = rows // of
             offset = (0, part * size, count * size) if of > count else None
-            found.append((name, Place(key, offset)))
+            found.append((name, WeightSlice(key, offset)))
         elif parts == [(1, 2, 0, 2), (0, 2, 1, 2)]:
-            found.append((name, Place(key, swapped=True)))
+            found.append((name, WeightSlice(key, swapped=True)))
     return found
 
 

@@ -79,7 +79,6 @@ def predict(
     references: Sequence[torch.Tensor] = (),
     reference_method: str = "offset",
     pooled: torch.Tensor | None = None,
-    **_: Any,
 ) -> torch.Tensor:
     """One model call from ComfyUI's inputs.
 

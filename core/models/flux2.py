@@ -273,7 +273,6 @@ def predict(
     guidance: torch.Tensor | None = None,
     references: Sequence[torch.Tensor] = (),
     reference_method: str = "index",
-    **_: Any,
 ) -> torch.Tensor:
     """One model call from ComfyUI's inputs.
 

@@ -14,7 +14,7 @@ import torch
 from ..tp.local import LocalAttributes
 from ..tp.plan import PackedColwiseParallel
 from .architecture import Architecture
-from .tokens import Place, image_ids, text_ids
+from .tokens import Offset, image_ids, text_ids
 
 BLOCK = {
     "attn": LocalAttributes(("heads", "inner_dim")),
@@ -41,7 +41,7 @@ def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, A
         "image_cond_hidden_states": torch.randn(
             2, reference[0] * reference[1], config["cond_in_channels"], generator=generator
         ),
-        "image_cond_ids": image_ids(*reference, "cpu", Place(index=10)),
+        "image_cond_ids": image_ids(*reference, "cpu", Offset(index=10)),
         "target_timestep": torch.tensor([0.5, 0.2]) if config["flow_map"] else None,
     }
 

@@ -75,7 +75,6 @@ def predict(
     *,
     references: Sequence[torch.Tensor] = (),
     reference_method: str = "index",
-    **_: Any,
 ) -> torch.Tensor:
     """One model call from ComfyUI's inputs.
 
@@ -102,9 +101,9 @@ def predict(
     method = "offset" if reference_method == "uxo" else reference_method
     tokens, ids = [], []
     frames = [one_frame(reference) for reference in references]
-    for latent, place in placed_latents(picture, frames, method, REFERENCE_SCALE, PATCH):
+    for latent, offset in placed_latents(picture, frames, method, REFERENCE_SCALE, PATCH):
         rows, columns = (patches(length, PATCH) for length in latent.shape[-2:])
-        positions = image_ids(rows, columns, x.device, place)[:, :3]
+        positions = image_ids(rows, columns, x.device, offset)[:, :3]
         # ComfyUI counts in the model's dtype and then centres.
         positions[:, 1:] = positions[:, 1:].to(x.dtype) - torch.tensor(
             [rows // 2, columns // 2], device=x.device

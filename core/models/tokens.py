@@ -45,7 +45,7 @@ def patches(length: int, patch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Offset:
     """Where a grid of tokens lies: its first position axis, and the row and column of its first token."""
 
     index: float = 0
@@ -53,12 +53,12 @@ class Place:
     left: int = 0
 
 
-def image_ids(height: int, width: int, device: torch.device | str, place: Place = Place()) -> torch.Tensor:
+def image_ids(height: int, width: int, device: torch.device | str, offset: Offset = Offset()) -> torch.Tensor:
     """Position ids [h*w, 4] float32 of a grid of tokens: (index, top + row, left + column, 0)."""
     ids = torch.zeros(height, width, 4, dtype=torch.float32, device=device)
-    rows = torch.arange(place.top, place.top + height, dtype=torch.float32, device=device)
-    columns = torch.arange(place.left, place.left + width, dtype=torch.float32, device=device)
-    ids[..., 0] = place.index
+    rows = torch.arange(offset.top, offset.top + height, dtype=torch.float32, device=device)
+    columns = torch.arange(offset.left, offset.left + width, dtype=torch.float32, device=device)
+    ids[..., 0] = offset.index
     ids[..., 1] = rows.unsqueeze(1)
     ids[..., 2] = columns.unsqueeze(0)
     return ids.flatten(0, 1)
@@ -73,7 +73,7 @@ def text_ids(length: int, device: torch.device | str) -> torch.Tensor:
 
 def placed_latents(
     x: torch.Tensor, references: Sequence[torch.Tensor], method: str, scale: float, patch: int = 1
-) -> Iterator[tuple[torch.Tensor, Place]]:
+) -> Iterator[tuple[torch.Tensor, Offset]]:
     """The latent `x` [B, C, h, w] and then the references [1 or B, C, h_k, w_k], each as [B, C, ...] in x's dtype,
     with the places of their tokens by ComfyUI's reference `method`.
 
@@ -97,7 +97,7 @@ def placed_latents(
             f"Unknown reference method '{method}' (reference_latents_method). The ranks implement: "
             f"{', '.join(REFERENCE_METHODS)}."
         )
-    yield x, Place()
+    yield x, Offset()
     height, width = (patches(length, patch) * patch for length in x.shape[-2:])
     bottom = right = 0
     for number, reference in enumerate(references, start=1):
@@ -115,8 +115,8 @@ def placed_latents(
             else:
                 top = bottom
             bottom, right = max(bottom, rows + top), max(right, columns + left)
-        place = Place(index, (top + patch // 2) // patch, (left + patch // 2) // patch)
-        yield reference.to(x.dtype).expand(x.shape[0], *[-1] * (reference.ndim - 1)), place
+        offset = Offset(index, (top + patch // 2) // patch, (left + patch // 2) // patch)
+        yield reference.to(x.dtype).expand(x.shape[0], *[-1] * (reference.ndim - 1)), offset
 
 
 def grid_tokens(
@@ -124,8 +124,8 @@ def grid_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent and its references (`placed_latents`) as one sequence: tokens [B, S, C*p*p] and ids [S, 4]."""
     tokens, ids = [], []
-    for latent, place in placed_latents(x, references, method, scale, patch):
+    for latent, offset in placed_latents(x, references, method, scale, patch):
         rows, columns = (patches(length, patch) for length in latent.shape[-2:])
         tokens.append(flatten_latent(latent, patch))
-        ids.append(image_ids(rows, columns, x.device, place))
+        ids.append(image_ids(rows, columns, x.device, offset))
     return torch.cat(tokens, dim=1), torch.cat(ids)

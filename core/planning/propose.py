@@ -18,8 +18,8 @@ from ..tp.norm import RMSNormAcrossRanks
 from ..tp.plan import (
     PackedColwiseParallel,
     PackedRowwiseParallel,
-    Place,
     Style,
+    Submodule,
     WherePresent,
     resolve_plan,
     style_of,
@@ -370,8 +370,10 @@ def compare_plans(model: nn.Module, proposed: Mapping[str, Any], ours: Mapping[s
         elif other is None:
             lines[f"{key}: the proposal is {mine}, ours leaves it out"] = None
         else:
-            place = Place(model.get_submodule(path), path, model.get_submodule(path.rpartition(".")[0]))
-            if type(mine) is not type(other) or mine.specs(place, 1) != other.specs(place, 1):
+            submodule = Submodule(
+                model.get_submodule(path), path, model.get_submodule(path.rpartition(".")[0])
+            )
+            if type(mine) is not type(other) or mine.specs(submodule, 1) != other.specs(submodule, 1):
                 lines[f"{key}: the proposal is {mine}, ours {other}"] = None
             elif isinstance(mine, LocalAttributes) and isinstance(other, LocalAttributes):
                 if set(mine.names) != set(other.names):

@@ -116,10 +116,8 @@ class Launcher:
         self.watchdog = Watchdog(
             self.signs,
             self.devices,
-            step_timeout=config.step_timeout,
-            heartbeat_timeout=config.heartbeat_timeout,
-            error_grace=config.error_grace,
-            places=self._places,
+            config,
+            frames=self._frames,
             state_of=self._process_state,
         )
         self.pids: dict[int, int] = {}
@@ -246,7 +244,7 @@ class Launcher:
                 return None
             if os.getppid() != self._parent:
                 return None
-            failure = self._dead() or self._judged()
+            failure = self._dead() or self._hung()
             if failure is not None:
                 return failure
 
@@ -289,7 +287,7 @@ class Launcher:
     def _blame(self, rank: int, cause: str, **more: Any) -> Verdict:
         return self.watchdog.blame(rank, cause, pid=self.pids[rank], **more)
 
-    def _judged(self) -> Verdict | None:
+    def _hung(self) -> Verdict | None:
         """The watchdog's verdict, with the exception of a rank that raised."""
         verdict = self.watchdog.verdict()
         if verdict is not None and verdict.rank is not None:
@@ -304,7 +302,7 @@ class Launcher:
         except (OSError, IndexError):
             return ""
 
-    def _places(self) -> list[str]:
+    def _frames(self) -> list[str]:
         """Where each rank's main thread is, from the stacks that the ranks write on SIGUSR1."""
         for pid in self.pids.values():
             try:
@@ -312,15 +310,15 @@ class Launcher:
             except OSError:
                 pass
         time.sleep(0.3)
-        places = []
+        frames = []
         for rank in range(self.degree):
             try:
                 text = (self.folder / f"stacks-{rank}").read_text()
             except OSError:
                 text = ""
-            places.append(innermost_frame(text))
+            frames.append(innermost_frame(text))
             log.warning("stacks of rank %d:\n%s", rank, text)
-        return places
+        return frames
 
     def _kill(self) -> None:
         """SIGKILL every rank with whatever it started, and reap it."""

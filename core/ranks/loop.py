@@ -18,6 +18,7 @@ from . import channel as wire
 from . import heartbeat
 from .arena import Arena
 from .commands import Command
+from .config import Limits
 from .context import RankContext
 from .failure import ENDS, choose, out_of_memory
 from .lockstep import FAILED, FINISHED, STOPPED, LockstepBroken, PeerFailed, PeerLost, PeerStopped
@@ -43,9 +44,8 @@ class CommandLoop:
         context: RankContext,
         commands: dict[str, Command],
         port: ClientPort | None,
+        limits: Limits,
         *,
-        keepalive: float,
-        error_grace: float,
         note_failure: Callable[[dict[str, Any]], None],
         arena: Arena | None = None,
     ):
@@ -54,8 +54,7 @@ class CommandLoop:
         self.context = context
         self.commands = commands
         self.port = port
-        self.keepalive = keepalive
-        self.error_grace = error_grace
+        self.limits = limits
         self.note_failure = note_failure
         self.arena = arena
         self._block = torch.zeros(_BLOCK, dtype=torch.uint8)
@@ -84,7 +83,7 @@ class CommandLoop:
                 self._follow()
 
     def _lead(self, port: ClientPort) -> None:
-        order = port.next_order(self.keepalive)
+        order = port.next_order(self.limits.keepalive)
         context = self.context
         if order is None:
             if context.models and not port.has_client:
@@ -246,7 +245,7 @@ class CommandLoop:
         # the launcher, which sees no progress, names the one that raised.
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.context.device))
-        deadline = time.monotonic() + 4 * self.error_grace
+        deadline = time.monotonic() + 4 * self.limits.error_grace
         while not event.query():
             if time.monotonic() > deadline:
                 raise PeerLost("a collective was left open")

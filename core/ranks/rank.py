@@ -158,8 +158,7 @@ def _serve(folder: Path, rank: int) -> NoReturn:
         context,
         commands,
         port,
-        keepalive=config.keepalive,
-        error_grace=config.error_grace,
+        config,
         note_failure=lambda error: record(folder, rank, error),
         arena=Arena(folder),
     )

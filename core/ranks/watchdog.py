@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import heartbeat
+from .config import Limits
 from .heartbeat import HeartbeatFile
 
 
@@ -37,9 +38,9 @@ class Verdict:
 
 
 class Watchdog:
-    """Looks at the file of heartbeats. Limits in seconds, as `RankGroup.start` explains them.
+    """Looks at the file of heartbeats.
 
-    places: where each rank's main thread is, for the error's text; asked once, when ranks hang.
+    frames: where each rank's main thread is, for the error's text; asked once, when ranks hang.
     state_of: a rank's process state as in /proc, where it can be seen.
     """
 
@@ -47,25 +48,21 @@ class Watchdog:
         self,
         signs: HeartbeatFile,
         devices: Sequence[str],
+        limits: Limits,
         *,
-        step_timeout: float,
-        heartbeat_timeout: float,
-        error_grace: float,
-        places: Callable[[], list[str]] | None = None,
+        frames: Callable[[], list[str]] | None = None,
         state_of: Callable[[int], str] | None = None,
     ):
         self.signs = signs
         self.devices = devices
-        self.step_timeout = step_timeout
-        self.heartbeat_timeout = heartbeat_timeout
-        self.error_grace = error_grace
-        self._places = places
+        self.limits = limits
+        self._frames = frames
         self._state_of = state_of
 
     @property
     def tick(self) -> float:
         """How often to look."""
-        return min(0.5, self.step_timeout / 10, self.heartbeat_timeout / 10)
+        return min(0.5, self.limits.step_timeout / 10, self.limits.heartbeat_timeout / 10)
 
     def blame(self, rank: int, cause: str, **more: Any) -> Verdict:
         """The verdict on a rank, with what it does at the moment."""
@@ -87,7 +84,7 @@ class Watchdog:
     def _stopped(self) -> Verdict | None:
         now = time.monotonic()
         cancelled = bool(self.signs.get(0, heartbeat.CANCELLED))
-        limit = heartbeat.silence_limit(self.heartbeat_timeout, cancelled=cancelled)
+        limit = heartbeat.silence_limit(self.limits.heartbeat_timeout, cancelled=cancelled)
         for rank in range(len(self.devices)):
             beat = self.signs.get(rank + 1, heartbeat.HEARTBEAT)
             # Before its first beat a rank is importing torch; the client's start timeout bounds that.
@@ -107,7 +104,7 @@ class Watchdog:
 
     def _raised(self) -> Verdict | None:
         states = self._states()
-        if heartbeat.FAILED not in states or self._silence() < self.error_grace:
+        if heartbeat.FAILED not in states or self._silence() < self.limits.error_grace:
             return None
         rank = states.index(heartbeat.FAILED)
         return self.blame(rank, "raised while the other ranks waited for it", raised=True)
@@ -117,20 +114,20 @@ class Watchdog:
             return None
         slowest = max(self.signs.get(rank + 1, heartbeat.SLOWEST) for rank in range(len(self.devices)))
         silent = self._silence()
-        if silent < self.step_timeout + slowest:
+        if silent < self.limits.step_timeout + slowest:
             return None
-        places = self._places() if self._places is not None else [""] * len(self.devices)
-        rank = self._laggard(places)
-        known = [f"rank {each}: {place}" for each, place in enumerate(places) if place]
+        frames = self._frames() if self._frames is not None else [""] * len(self.devices)
+        rank = self._laggard(frames)
+        known = [f"rank {each}: {frame}" for each, frame in enumerate(frames) if frame]
         where = f" ({'; '.join(known)})" if known else ""
         return self.blame(rank, f"made no progress for {silent:.0f} s and holds up the group{where}")
 
-    def _laggard(self, places: list[str]) -> int:
+    def _laggard(self, frames: list[str]) -> int:
         """The rank that is furthest behind; of equals, the first that does not wait in a collective."""
 
         def behind(rank: int) -> tuple:
             slot = rank + 1
             done = (self.signs.get(slot, heartbeat.COMMAND), self.signs.get(slot, heartbeat.STEP))
-            return (*done, "distributed" in places[rank], rank)
+            return (*done, "distributed" in frames[rank], rank)
 
         return min(range(len(self.devices)), key=behind)

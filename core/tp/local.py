@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .collectives import Ranks
-from .plan import Place, Style
+from .plan import Style, Submodule
 from .shard import ShardSpec
 
 
@@ -26,9 +26,9 @@ class LocalAttributes(Style):
     names: tuple[str, ...]
     where_present: tuple[str, ...] = ()
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
         """No parameter is laid out; that `degree` divides every attribute is checked."""
-        module, path, _ = place
+        module, path, _ = submodule
         for name in self._present(module, path):
             value = getattr(module, name)
             if not isinstance(value, int) or value % degree:
@@ -64,7 +64,7 @@ class SlicedOutput(Style):
 
     dims: tuple[tuple[int, int], ...]
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
         """The module's own parameters, if any, stay replicated."""
         return {}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .collectives import Ranks
-from .plan import Place, Style
+from .plan import Style, Submodule
 from .shard import ShardSpec
 
 
@@ -24,9 +24,9 @@ class RMSNormAcrossRanks(Style):
 
     reduces = 1
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
         """`weight` is split along its one dimension; a norm without a weight has nothing to lay out."""
-        module, path, _ = place
+        module, path, _ = submodule
         if not isinstance(module, nn.RMSNorm) or len(module.normalized_shape) != 1:
             raise PlanError(
                 f"'{path}' is a {type(module).__name__}; {self} takes an nn.RMSNorm over one dimension. A norm over "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .collectives import Ranks
 
 
-class Place(NamedTuple):
+class Submodule(NamedTuple):
     """Where a plan entry points: `module` at `path`, an attribute of `parent`."""
 
     module: nn.Module
@@ -37,7 +37,7 @@ class Style:
 
     reduces = 0
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
         """The `ShardSpec` of each parameter of the module that this style lays out, by the parameter's own name.
 
         Raises `PlanError`, naming the path, when the module cannot be sharded in this style at this degree.
@@ -61,20 +61,20 @@ class LinearStyle(Style):
     dim = 0
     blocks_attribute = ""
 
-    def block_sizes(self, place: Place) -> list[int] | None:
+    def block_sizes(self, submodule: Submodule) -> list[int] | None:
         """Absolute sizes of the packed blocks along `dim`, or None for a plain style."""
         return None
 
-    def specs(self, place: Place, degree: int) -> dict[str, ShardSpec]:
+    def specs(self, submodule: Submodule, degree: int) -> dict[str, ShardSpec]:
         """`weight` is split along `dim`; a bias is split with the rows of a col-wise weight, else replicated (R35)."""
-        module, path, _ = place
+        module, path, _ = submodule
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or weight is None:
             raise PlanError(
                 f"'{path}' is a {type(module).__name__}; the style {self} shards nn.Linear only. Leave it out of the "
                 f"plan, and it is replicated."
             )
-        blocks = self.block_sizes(place)
+        blocks = self.block_sizes(submodule)
         specs = {"weight": ShardSpec.split(weight.shape, degree, self.dim, blocks, name=f"{path}.weight")}
         if module.bias is not None:
             shape = module.bias.shape
@@ -119,8 +119,8 @@ class _Packed:
         object.__setattr__(self, "blocks", tuple(self.blocks) if self.blocks is not None else None)
         object.__setattr__(self, "sizes", tuple(self.sizes))
 
-    def block_sizes(self, place: Place) -> list[int]:
-        module, path, parent = place
+    def block_sizes(self, submodule: Submodule) -> list[int]:
+        module, path, parent = submodule
         size = module.weight.shape[self.dim]
         if self.blocks is not None:
             return proportional_blocks(size, self.blocks, path)
@@ -231,20 +231,20 @@ def style_of(value: Any, key: str) -> Style:
 class ResolvedPlan:
     """A plan resolved on one model at one degree.
 
-    `styles` maps module paths to styles, `places` to the number of places that call the module (more than one where
+    `styles` maps module paths to styles, `callers` to the number of paths that lead to the module (more than one where
     blocks share an instance); `specs` holds one `ShardSpec` for every parameter of the model, replicated ones
     included (R34), by the name that `named_parameters()` gives.
     """
 
     degree: int
     styles: dict[str, Style] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
+    callers: dict[str, int] = field(default_factory=dict)
     specs: dict[str, ShardSpec] = field(default_factory=dict)
 
     @property
     def all_reduces(self) -> int:
-        """All-reduces of one forward when every place calls its planned module once and none are merged."""
-        return sum(style.reduces * self.places[path] for path, style in self.styles.items())
+        """All-reduces of one forward when every caller runs its planned module once and none are merged."""
+        return sum(style.reduces * self.callers[path] for path, style in self.styles.items())
 
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, Any], degree: int) -> ResolvedPlan:
@@ -255,23 +255,23 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, Any], degree: int) -> Reso
     """
     names = {id(module): name for name, module in model.named_modules()}
     keys: dict[str, str] = {}
-    places: dict[str, set[str]] = {}
+    callers: dict[str, set[str]] = {}
     resolved = ResolvedPlan(degree)
     for key, value in plan.items():
         style = style_of(value, key)
-        for place in _places(model, key, optional=isinstance(value, WherePresent)):
-            path = names[id(place.module)]
+        for submodule in _submodules(model, key, optional=isinstance(value, WherePresent)):
+            path = names[id(submodule.module)]
             if resolved.styles.get(path, style) != style:
                 raise PlanError(
                     f"Plan keys '{keys[path]}' and '{key}' both name the module '{path}' but give it different styles "
                     f"({resolved.styles[path]} and {style})."
                 )
             keys[path] = key
-            places.setdefault(path, set()).add(place.path)
+            callers.setdefault(path, set()).add(submodule.path)
             resolved.styles[path] = style
-            for parameter, spec in style.specs(place._replace(path=path), degree).items():
+            for parameter, spec in style.specs(submodule._replace(path=path), degree).items():
                 resolved.specs[f"{path}.{parameter}" if path else parameter] = spec
-    resolved.places = {path: len(found) for path, found in places.items()}
+    resolved.callers = {path: len(found) for path, found in callers.items()}
     for name, parameter in model.named_parameters():
         resolved.specs.setdefault(name, ShardSpec.replicated(parameter.shape, degree))
     return resolved
@@ -291,8 +291,8 @@ def legal_degrees(heads: int, most: int = 16) -> list[int]:
     return [degree for degree in range(1, min(heads, most) + 1) if heads % degree == 0]
 
 
-def _places(model: nn.Module, key: str, *, optional: bool) -> Iterator[Place]:
-    """The places that a plan key names: one per element of the ModuleList before `*`, or the one at its path."""
+def _submodules(model: nn.Module, key: str, *, optional: bool) -> Iterator[Submodule]:
+    """The submodules that a plan key names: one per element of the ModuleList before `*`, or the one at its path."""
     if key.count("*") > 1:
         raise PlanError(f"Plan key '{key}' has more than one '*'. A key may hold at most one wildcard.")
     if "*" not in key:
@@ -314,10 +314,10 @@ def _places(model: nn.Module, key: str, *, optional: bool) -> Iterator[Place]:
         if found is not None:
             parent = found.parent if suffix else container.module
             path = ".".join(atom for atom in (prefix, str(index), suffix) if atom)
-            yield Place(found.module, path, parent)
+            yield Submodule(found.module, path, parent)
 
 
-def _descend(module: nn.Module, path: str, key: str, *, optional: bool) -> Place | None:
+def _descend(module: nn.Module, path: str, key: str, *, optional: bool) -> Submodule | None:
     """The submodule at `path` below `module` (list indices and dictionary keys included); None where it is absent.
 
     A submodule that the class sets to None is absent; one it does not know is an error unless `optional`.
@@ -333,4 +333,4 @@ def _descend(module: nn.Module, path: str, key: str, *, optional: bool) -> Place
                 f"against the model's named_modules()."
             )
         parent, found = found, child
-    return Place(found, path, parent)
+    return Submodule(found, path, parent)

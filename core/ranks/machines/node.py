@@ -188,12 +188,7 @@ def _serve(options: argparse.Namespace, member: Member) -> NoReturn:
     heartbeat.slowest = 0.0
     signs = StoreHeartbeat(dist.PrefixStore("comfy_tp/life", life_store), heartbeat, rank, devices, limits)
     loop = CommandLoop(
-        context,
-        commands,
-        port,
-        keepalive=limits.keepalive,
-        error_grace=limits.error_grace,
-        note_failure=lambda error: setattr(signs, "raised", error),
+        context, commands, port, limits, note_failure=lambda error: setattr(signs, "raised", error)
     )
     signs.start(functools.partial(_blame, loop, all_logs), Guard(limits.heartbeat_timeout + GUARD_LATER))
     # From here on torchrun's signal to end is one more thing that may end the group: a handler wakes the watch.

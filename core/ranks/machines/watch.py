@@ -43,7 +43,7 @@ GONE = " It was killed, perhaps for want of memory, or its machine cannot be rea
 ENDED = "was told to end by SIGTERM, as torchrun does when it is ended or another of its ranks has ended"
 
 
-def main_place() -> str:
+def main_frame() -> str:
     """`file:line in function` of this process's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
@@ -89,12 +89,10 @@ class StoreHeartbeat:
         self._watchdog = Watchdog(
             self._mirror,
             devices,
-            step_timeout=limits.step_timeout,
-            heartbeat_timeout=limits.heartbeat_timeout,
-            error_grace=limits.error_grace,
-            places=lambda: [self._places.get(each, "") for each in range(len(devices))],
+            limits,
+            frames=lambda: [self._frames.get(each, "") for each in range(len(devices))],
         )
-        self._places: dict[int, str] = {}
+        self._frames: dict[int, str] = {}
         self._period = max(0.1, min(1.0, limits.heartbeat_timeout / 8, limits.step_timeout / 8))
         self._answer_wait = min(ANSWER_WAIT, limits.error_grace, limits.heartbeat_timeout)
         self._beats: dict[int, int] = {}
@@ -129,7 +127,7 @@ class StoreHeartbeat:
         with suppress(OSError):
             self.bell.send(b"\0")
         if self._thread is not None:
-            self._thread.join(self._answer_wait + self._watchdog.heartbeat_timeout)
+            self._thread.join(self._answer_wait + self._watchdog.limits.heartbeat_timeout)
 
     def _run(self, blame: Callable[[Verdict], Any]) -> None:
         try:
@@ -168,7 +166,7 @@ class StoreHeartbeat:
             "state": own.state,
             "slowest": own.slowest,
             "note": own.note,
-            "place": main_place() if own.state == heartbeat.BUSY else "",
+            "frame": main_frame() if own.state == heartbeat.BUSY else "",
             "raised": self.raised if own.state == heartbeat.FAILED else None,
         }
         self._store.set(f"heartbeat/{self._rank}", json.dumps(said))
@@ -186,7 +184,7 @@ class StoreHeartbeat:
         raised = {}
         for rank, said in self._told("heartbeat").items():
             slot = rank + 1
-            self._places[rank] = said["place"]
+            self._frames[rank] = said["frame"]
             raised[rank] = said["raised"]
             if said["beat"] != self._beats.get(rank):
                 now = time.monotonic()
