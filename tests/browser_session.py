@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 
 FOLDER = Path(__file__).parent / "browser"
 DRIVER = FOLDER / "driver.mjs"

@@ -36,7 +36,7 @@ SMALL = {
 @functools.cache
 def import_comfy() -> Path:
     """Make `comfy`, `nodes`, `folder_paths` importable as in ``main.py --cpu``; returns the base folder in use."""
-    from comfy_tp.core.cli.comfyui import comfyui_path
+    from comfy_tp.comfyui import comfyui_path
 
     base = Path(tempfile.mkdtemp(prefix="comfy-tp-inprocess-"))
     owner = os.getpid()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from browser_session import Browser, what_is_missing
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 
 TESTS = Path(__file__).parent
 # Before torch is imported: two ranks and the process that asks them share two processors.

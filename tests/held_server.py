@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 
 # Node and input -> the folder of models/ that its file lies in; LoadImage's lies beside it.
 FOLDERS = {

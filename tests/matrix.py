@@ -27,10 +27,10 @@ from typing import Any
 import matrix_report
 from conftest import processes_with
 
+from comfy_tp.comfyui import comfyui_python, environment, tree
+from comfy_tp.comfyui.choose import runnable
+from comfy_tp.comfyui.releases import WHEEL_RELEASE, named, numbers, order
 from comfy_tp.core.cli.bench import unwound_by_signals
-from comfy_tp.core.cli.comfyui import comfyui_python, environment, tree
-from comfy_tp.core.cli.comfyui.choose import runnable
-from comfy_tp.core.cli.comfyui.releases import WHEEL_RELEASE, named, numbers, order
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

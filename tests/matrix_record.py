@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from comfy_tp.core.cli.comfyui import comfyui_path, printed
-from comfy_tp.core.cli.comfyui.tree import version_of
+from comfy_tp.comfyui import comfyui_path, printed
+from comfy_tp.comfyui.tree import version_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # `make matrix` sets it.

@@ -67,7 +67,7 @@ def builtin_nodes() -> dict[str, type]:
 
 def import_comfy_extras(file: str) -> str:
     """The source of a file of comfy_extras."""
-    from comfy_tp.core.cli.comfyui import comfyui_path
+    from comfy_tp.comfyui import comfyui_path
 
     return (comfyui_path() / "comfy_extras" / file).read_text()
 

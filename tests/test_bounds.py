@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("core", "comfy_tp_nodes")
+CODE = ("core", "comfy_tp_nodes", "comfyui")
 FILE, CLASS, FUNCTION, TEST_FILE = 500, 300, 60, 700
 
 

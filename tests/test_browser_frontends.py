@@ -14,7 +14,7 @@ from matrix_record import release
 from test_browser_product import EMPTY, FIT, MODEL, errors, line_of, node_id, small, workflow
 from wheels import unpacked
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 from comfy_tp.core.small.pipeline import pipeline_folder
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from comfy_tp.core.cli import demo
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer, demo
 from comfy_tp.core.small.pipeline import LORA_NAME, pipeline_folder
 from comfy_tp.tools.small import draw
 

@@ -24,8 +24,8 @@ from comfyui_repositories import (
 )
 
 import comfy_tp.core.cli as cli
-from comfy_tp.core.cli.comfyui import ComfyServer, comfyui_path, comfyui_python, environment, newest_path
-from comfy_tp.core.cli.comfyui.releases import COMMITS, OFFICIAL, newest
+from comfy_tp.comfyui import ComfyServer, comfyui_path, comfyui_python, environment, newest_path
+from comfy_tp.comfyui.releases import COMMITS, OFFICIAL, newest
 from comfy_tp.core.errors import ConfigError
 
 NEWEST = "0.33.0"

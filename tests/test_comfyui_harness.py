@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from comfy_tp.core.cli.comfyui import (
+from comfy_tp.comfyui import (
     ComfyServer,
     ComfyUIError,
     ExecutionFailed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ GAP = "\0"  # stands for a value in a text
 def texts_in_the_code() -> list[str]:
     """Every string of the package, with `GAP` for each value that an f-string puts in."""
     found = []
-    for folder in ("core", "comfy_tp_nodes"):
+    for folder in ("core", "comfy_tp_nodes", "comfyui"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
@@ -86,9 +85,8 @@ def test_commands_in_the_documents_exist(page: Path):
     ):
         assert target in targets, f"{page.name}: make {target}"
     for command in re.findall(r"comfy-tp (demo|generate|verify|plan|bench|ranks|comfyui|doctor)\b", text):
-        module = importlib.util.find_spec(f"{cli.__name__}.{command}")
-        assert module is not None, f"{page.name}: comfy-tp {command}"
-    for path in re.findall(r"`((?:core|tests|docs|workflows|comfy_tp_nodes)/[\w/.]+)`", text):
+        assert cli._load(command) is not None, f"{page.name}: comfy-tp {command}"
+    for path in re.findall(r"`((?:core|tests|docs|workflows|comfyui|comfy_tp_nodes)/[\w/.]+)`", text):
         assert (ROOT / path).exists() or path.startswith("tests/output/"), f"{page.name}: {path}"
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from comfy_tp.core.cli import demo
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer, demo
 from comfy_tp.core.small.pipeline import pipeline_folder
 from comfy_tp.tools.small import draw
 

@@ -17,7 +17,7 @@ from conftest import test_packs
 from group_processes import SOON, command_line, folder_of, launcher_of, still_running
 from safetensors.torch import load_file
 
-from comfy_tp.core.cli.comfyui import (
+from comfy_tp.comfyui import (
     ComfyServer,
     ComfyUIError,
     ExecutionFailed,

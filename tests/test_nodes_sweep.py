@@ -25,7 +25,7 @@ from node_sweep import (
     write_files,
 )
 
-from comfy_tp.core.cli.comfyui import comfyui_path
+from comfy_tp.comfyui import comfyui_path
 
 pytestmark = pytest.mark.usefixtures("in_comfy")
 

@@ -26,7 +26,7 @@ def project() -> dict:
 
 def packages_in_tree() -> set[str]:
     found = {"comfy_tp"}
-    for top in ("core", "comfy_tp_nodes"):
+    for top in ("core", "comfy_tp_nodes", "comfyui"):
         for folder in [ROOT / top, *(ROOT / top).rglob("*")]:
             parts = folder.relative_to(ROOT).parts
             if folder.is_dir() and "web" not in parts and any(folder.glob("*.py")):
@@ -116,7 +116,7 @@ def imported_from(path: Path) -> set[str]:
 
 def test_the_package_imports_itself_relatively():
     """It lies under any name in custom_nodes/, so the name comfy_tp must not occur in its own imports."""
-    files = [path for top in ("core", "comfy_tp_nodes") for path in (ROOT / top).rglob("*.py")]
+    files = [path for top in ("core", "comfy_tp_nodes", "comfyui") for path in (ROOT / top).rglob("*.py")]
     files.append(ROOT / "__init__.py")
     # The ranks' entry script is run by its path, and registers the package by this name first.
     files.remove(ROOT / "core" / "ranks" / "entry.py")

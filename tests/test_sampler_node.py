@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from comfy_tp.comfyui import comfyui_path
 from comfy_tp.core.calls.samplers import SAMPLERS
-from comfy_tp.core.cli.comfyui import comfyui_path
 
 PROGRAM = Path(__file__).parent / "sampler_checks.py"
 DEADLINE_S = 500.0

@@ -291,7 +291,7 @@ def test_a_newer_comfyui_than_any_tested_one_works_and_is_told_of_once(monkeypat
 
 def test_every_reference_and_call_of_the_pack_fits_the_release_that_it_needs(in_comfy, tmp_path):  # noqa: F811
     """By comfy-import-guard, which reads ComfyUI's source from a git clone: here of the release that the tests run."""
-    from comfy_tp.core.cli.comfyui import comfyui_path
+    from comfy_tp.comfyui import comfyui_path
 
     release = tmp_path / "cache" / "ComfyUI"
     for part in ("comfy", "comfy_api", "comfy_execution"):

@@ -14,7 +14,7 @@ from official_templates import everything_on, templates, with_our_loader
 from PIL import Image, ImageChops, ImageStat
 from template_prompts import Converter, Prompt, complete
 
-from comfy_tp.core.cli.comfyui import ComfyServer, ExecutionFailed
+from comfy_tp.comfyui import ComfyServer, ExecutionFailed
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 

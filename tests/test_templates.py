@@ -13,7 +13,7 @@ from held_server import held, named_files, objections
 from official_templates import FAMILIES, Template, everything_on, templates, with_our_loader
 from template_prompts import Converter, Prompt, complete, known
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 
 EMPTY = {"nodes": [], "links": [], "groups": [], "version": 0.4, "last_node_id": 0, "last_link_id": 0}
 # Nodes that ComfyUI has only where it may call other services, which a test's does not.

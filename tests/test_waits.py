@@ -50,14 +50,14 @@ EXCEPTIONS = {
     ("core/checkpoint/writer.py", "dist.recv(_flat(part), self._global(other), group=self._group)"): GROUP,
     ("core/checkpoint/reader.py", "pool.shutdown(wait=True, cancel_futures=True)"): WATCHED,
     (
-        "core/cli/comfyui/events.py",
+        "comfyui/events.py",
         "self._closing.wait()",
     ): "set on exit, whose join of the thread is bounded",
     (
-        "core/cli/comfyui/events.py",
+        "comfyui/events.py",
         "asyncio.wait({receiving, closing}, return_when=asyncio.FIRST_COMPLETED)",
     ): "ends with the event that exit sets",
-    ("core/cli/comfyui/events.py", "receiving.result()"): "of a task that is done",
+    ("comfyui/events.py", "receiving.result()"): "of a task that is done",
 }
 # Whole files whose collectives and device waits are bounded from outside.
 COMMANDS = {
@@ -126,6 +126,7 @@ def product() -> list[Path]:
         ROOT / "__init__.py",
         *sorted(ROOT.glob("core/**/*.py")),
         *sorted(ROOT.glob("comfy_tp_nodes/**/*.py")),
+        *sorted(ROOT.glob("comfyui/**/*.py")),
     ]
 
 

@@ -20,7 +20,7 @@ from PIL import Image, ImageChops
 from template_prompts import Converter, known
 from workflow_files import COMFYUI, FOLDER, WORKFLOWS, api_format, ui_format
 
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer
 
 NAMES = list(WORKFLOWS)
 WIDTH = 48  # of the stand-ins' conditioning

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from comfy_tp.core.cli.comfyui.bounded import Deadline, finish, reason
-from comfy_tp.core.cli.comfyui.tree import cache_folder, locked
+from comfy_tp.comfyui.bounded import Deadline, finish, reason
+from comfy_tp.comfyui.tree import cache_folder, locked
 from comfy_tp.core.errors import TPError
 
 TIMEOUT_S = 180.0

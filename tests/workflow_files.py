@@ -558,7 +558,7 @@ def _places(workflow: Workflow, shapes: dict[str, Any]) -> dict[str, dict[str, l
 
 def main() -> None:
     """Write the files."""
-    from comfy_tp.core.cli.comfyui import ComfyServer
+    from comfy_tp.comfyui import ComfyServer
 
     with ComfyServer() as server:
         shapes = server.object_info()

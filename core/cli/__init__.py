@@ -28,6 +28,8 @@ SUBCOMMANDS = {
     "comfyui": "fetch releases of ComfyUI for the demo and the tests, or list them",
     "doctor": "measure this machine and predict load and step times",
 }
+# Those that run a ComfyUI lie beside the core, which knows nothing of it.
+BESIDE = {"demo": "comfyui.demo", "comfyui": "comfyui"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(name: str):
     """The subcommand's module, or None where this build does not have it."""
-    full_name = f"{__name__}.{name}"
+    full_name = f"{__name__.split('.')[0]}.{BESIDE[name]}" if name in BESIDE else f"{__name__}.{name}"
     if importlib.util.find_spec(full_name) is None:
         return None
     return importlib.import_module(full_name)

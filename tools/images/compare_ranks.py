@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from comfy_tp.core.cli import demo
-from comfy_tp.core.cli.comfyui import ComfyServer
+from comfy_tp.comfyui import ComfyServer, demo
 from comfy_tp.core.small.pipeline import pipeline_folder
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "images" / "ranks.png"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from ...errors import ConfigError, TPError
+from ..core.errors import ConfigError, TPError
 from .bounded import Deadline, finish, reason
 from .releases import OFFICIAL
 

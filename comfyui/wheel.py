@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ...errors import TPError
+from ..core.errors import TPError
 from .bounded import Deadline, finish, reason
 from .releases import WHEEL, WHEEL_RELEASE
 from .repository import Snapshot, listing

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import ConfigError, TPError
+from ..core.errors import ConfigError, TPError
 from . import environment, tree
 from .bounded import Deadline
 from .get import Wish, get

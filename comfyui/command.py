@@ -6,8 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from ..arguments import count
-from ..bench import unwound_by_signals
+from ..core.cli.arguments import count
+from ..core.cli.bench import unwound_by_signals
 from . import environment, tree
 from .bounded import Deadline
 from .get import TIMEOUT_S, Wish, get

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import ConfigError
+from ..core.errors import ConfigError
 from . import environment, repository, tree, wheel
 from .bounded import Deadline
 from .releases import COMMITS, KNOWN, WHEEL_RELEASE, named, numbers, refuse_old

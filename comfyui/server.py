@@ -17,7 +17,7 @@ from .choose import comfyui_path
 from .client import ComfyClient, ComfyUIError
 from .environment import comfyui_python
 
-PACK = Path(__file__).resolve().parents[3]
+PACK = Path(__file__).resolve().parents[1]
 PACK_NAME = "comfy-tp"
 
 _PR_SET_PDEATHSIG = 1

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..small.pipeline import LORA_NAME, pipeline_folder
-from .arguments import count
-from .comfyui import ComfyServer, newest_path, printed
+from ..core.cli.arguments import count
+from ..core.errors import ConfigError
+from ..core.small.pipeline import LORA_NAME, pipeline_folder
+from . import ComfyServer, newest_path, printed
 
 MODEL = "small-flux2"
 PROMPT = "a red circle on a blue background"

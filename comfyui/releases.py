@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...errors import ConfigError
+from ..core.errors import ConfigError
 
 # The repository under its name of today and under its old one: git's own configuration may redirect either.
 OFFICIAL = ("https://github.com/Comfy-Org/ComfyUI", "https://github.com/comfyanonymous/ComfyUI")

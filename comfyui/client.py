@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import TPError
+from ..core.errors import TPError
 from .events import EventStream
 
 

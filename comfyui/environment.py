@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import ConfigError, TPError
+from ..core.errors import ConfigError, TPError
 from .bounded import Deadline, finish, reason
 from .releases import WHEEL_RELEASE
 from .tree import cache_folder, version_of

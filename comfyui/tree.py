@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...errors import ConfigError, TPError
+from ..core.errors import ConfigError, TPError
 from .bounded import Deadline
 from .releases import OLDEST, refuse_old
 from .repository import Snapshot

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...errors import TPError
+from ..core.errors import TPError
 
 
 class Deadline:
