@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes
 from ..tp.plan import PackedRowwiseParallel
 from .architecture import Architecture
 from .flux_layout import BFL_FLUX, detect
-from .modulation import join
+from .joins import of_modulations
 from .single_file import DIFFUSERS_FILE
 from .tokens import grid_tokens, image_ids, text_ids, unflatten_latent
 
@@ -57,16 +56,6 @@ def modulations(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     norms = [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
     norms += [block.norm for block in model.single_transformer_blocks]
     return [(norm, "silu", norm.linear) for norm in norms]
-
-
-def bind(model: nn.Module, ranks: Ranks) -> None:
-    """Join the reduces of all modulations."""
-    join(modulations(model), ranks)
-
-
-def merged(model: nn.Module) -> int:
-    """All-reduces that `bind` saves in one forward: all modulations' but one."""
-    return len(modulations(model)) - 1
 
 
 def predict(
@@ -174,8 +163,7 @@ ARCHITECTURE = Architecture(
     plan=PLAN,
     layouts=(BFL_FLUX, DIFFUSERS_FILE),
     detect=detect,
-    bind=bind,
-    merged=merged,
+    **of_modulations(modulations),
     predict=predict,
     latent_patch=PATCH,
     published={"FLUX.1-dev": {"guidance_embeds": True}},

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes, SlicedOutput
-from ..tp.norm import JointSums, RMSNormAcrossRanks
+from ..tp.norm import RMSNormAcrossRanks
 from ..tp.plan import WherePresent
 from .architecture import Architecture
+from .joins import of_norms
 
 ATTENTION = {
     "": LocalAttributes(("heads", "inner_dim", "inner_kv_dim")),
@@ -50,17 +50,6 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
     for block in model.transformer_blocks:
         for name in ATTENTIONS:
             yield getattr(block, name)
-
-
-def bind(model: nn.Module, ranks: Ranks) -> None:
-    """Let the norms of q and k share one reduce in every attention."""
-    for attn in attentions(model):
-        JointSums(((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
-
-
-def merged(model: nn.Module) -> int:
-    """All-reduces that `bind` saves in one forward: one per attention."""
-    return sum(1 for _ in attentions(model))
 
 
 def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
@@ -106,8 +95,7 @@ ARCHITECTURE = Architecture(
     model_class="LTX2VideoTransformer3DModel",
     plan=PLAN,
     heads_key=("num_attention_heads", "audio_num_attention_heads"),
-    bind=bind,
-    merged=merged,
+    **of_norms(attentions),
     minimum_diffusers="0.37.0",
     published={"LTX-2": {}},
     differs={rope: "no shape tells that the angles hold a part for every head" for rope in ROPES},

@@ -80,16 +80,16 @@ class _JointLinear:
         return self._joint.take(self._index, x)
 
 
-def join(places: Sequence[tuple[nn.Module, str, nn.Module]], ranks: Ranks) -> None:
-    """Let modulations share one activation and one reduce. Each place: (parent, name of its activation, Linear).
+def join(modulations: Sequence[tuple[nn.Module, str, nn.Module]], ranks: Ranks) -> None:
+    """Let modulations share one activation and one reduce. Each: (parent, name of its activation, Linear).
 
     Where a plan leaves one of the Linears whole, nothing is joined.
     """
-    linears = [linear for _, _, linear in places if isinstance(linear, RowwiseSplitInputLinear)]
-    if not places or len(linears) < len(places):
+    linears = [linear for _, _, linear in modulations if isinstance(linear, RowwiseSplitInputLinear)]
+    if not modulations or len(linears) < len(modulations):
         return
-    parent, name, _ = places[0]
+    parent, name, _ = modulations[0]
     shared = SharedActivation(parent._modules[name])
-    for parent, name, _ in places:
+    for parent, name, _ in modulations:
         parent._modules[name] = shared
     JointLinears(linears, ranks)

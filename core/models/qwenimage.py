@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import InputError, UnsupportedError
-from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes
 from .architecture import Architecture
-from .modulation import join
+from .joins import of_modulations
 from .qwenimage_layout import EDIT_2511, PATCH, QWENIMAGE_FILE, detect
 from .tokens import flatten_latent, image_ids, patches, placed_latents, unflatten_latent
 
@@ -55,16 +54,6 @@ def modulations(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     streams = ("img_mod",) if getattr(model, "zero_cond_t", False) else ("img_mod", "txt_mod")
     found = [getattr(block, stream) for block in model.transformer_blocks for stream in streams]
     return [(modulation, "0", modulation[1]) for modulation in found]
-
-
-def bind(model: nn.Module, ranks: Ranks) -> None:
-    """Join the reduces of all modulations."""
-    join(modulations(model), ranks)
-
-
-def merged(model: nn.Module) -> int:
-    """All-reduces that `bind` saves in one forward: all joined modulations' but one."""
-    return len(modulations(model)) - 1
 
 
 def predict(
@@ -213,8 +202,7 @@ ARCHITECTURE = Architecture(
     plan=PLAN,
     layouts=(QWENIMAGE_FILE,),
     detect=detect,
-    bind=bind,
-    merged=merged,
+    **of_modulations(modulations),
     predict=predict,
     latent_patch=PATCH,
     ignored=(EDIT_2511,),

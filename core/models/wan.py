@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tp.collectives import Ranks
 from ..tp.local import LocalAttributes
-from ..tp.norm import JointSums, RMSNormAcrossRanks
+from ..tp.norm import RMSNormAcrossRanks
 from ..tp.plan import WherePresent
 from .architecture import Architecture
+from .joins import of_norms
 
 ATTENTION = {
     "": LocalAttributes(("heads", "inner_dim", "kv_inner_dim")),
@@ -43,17 +43,6 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
     for block in model.blocks:
         yield block.attn1
         yield block.attn2
-
-
-def bind(model: nn.Module, ranks: Ranks) -> None:
-    """Let the norms of q and k share one reduce in every attention."""
-    for attn in attentions(model):
-        JointSums(((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)))
-
-
-def merged(model: nn.Module) -> int:
-    """All-reduces that `bind` saves in one forward: one per attention."""
-    return sum(1 for _ in attentions(model))
 
 
 def inputs(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
@@ -86,8 +75,7 @@ ARCHITECTURE = Architecture(
     name="wan",
     model_class="WanTransformer3DModel",
     plan=PLAN,
-    bind=bind,
-    merged=merged,
+    **of_norms(attentions),
     published={
         "Wan2.1-T2V-14B": {},
         "Wan2.1-T2V-1.3B": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
