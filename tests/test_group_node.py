@@ -228,7 +228,7 @@ def test_an_ipv6_address_may_stand_in_brackets():
 
 def rank_1_says(store: dist.Store, **said) -> None:
     usual = {"beat": 1, "command": 1, "step": 0, "age": 0.0, "state": life.IDLE, "slowest": 0.0}
-    store.set("heartbeat/1", json.dumps({**usual, "note": "", "place": "", "raised": None, **said}))
+    store.set("heartbeat/1", json.dumps({**usual, "note": "", "frame": "", "raised": None, **said}))
 
 
 class StoreThatIsGone:
