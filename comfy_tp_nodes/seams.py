@@ -242,6 +242,7 @@ SEAMS: dict[str, dict[str, tuple[str, ...] | None]] = {
         "comfy.model_management.current_loaded_models": None,
     },
     OVERRIDES: {
+        "comfy.model_patcher.ModelPatcher.add_weight_wrapper": ("self", "name", "function"),
         "comfy.model_patcher.ModelPatcher.deepclone_multigpu": None,
         "comfy.model_patcher.ModelPatcher.get_free_memory": ("self", "device"),
         "comfy.model_base.BaseModel.state_dict_for_saving": ("self",),
